@@ -1,0 +1,34 @@
+"""factorpack: trained PyTorch models, many times smaller, in one safe file.
+
+>>> import factorpack as fp
+>>> packed = fp.compress(model, fp.QSPCA(rank=128, latent_bits=3))  # doctest: +SKIP
+>>> fp.save(packed, "model.packed.safetensors")  # doctest: +SKIP
+>>> model.load_state_dict(fp.load("model.packed.safetensors").state_dict())  # doctest: +SKIP
+"""
+
+from factorpack.decode import decode
+from factorpack.errors import FactorpackError, FormatError, PlanError, SourceError, WeightError
+from factorpack.methods import QSPCA, Keep, Scalar
+from factorpack.model import Packed, compress, compress_to, export, load, save
+from factorpack.record import Encoded
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "QSPCA",
+    "Encoded",
+    "FactorpackError",
+    "FormatError",
+    "Keep",
+    "Packed",
+    "PlanError",
+    "Scalar",
+    "SourceError",
+    "WeightError",
+    "compress",
+    "compress_to",
+    "decode",
+    "export",
+    "load",
+    "save",
+]

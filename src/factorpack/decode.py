@@ -1,0 +1,145 @@
+"""Encoded -> weight: one pure function a kind, and the rules its parts must keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from factorpack.errors import FormatError
+from factorpack.quantize.uniform import MAX_BITS, MIN_BITS, from_codes
+from factorpack.record import Encoded
+from factorpack.tiles import from_out_first, from_tiles, out_first_shape, tile_count
+
+_SCALES = (torch.float16, torch.float32)
+
+
+def decode(encoded: Encoded) -> Tensor:
+    """The weight an `Encoded` stands for, in its own dtype and shape."""
+    return DECODERS[encoded.kind](encoded).to(encoded.dtype)
+
+
+def factors(encoded: Encoded) -> Tensor:
+    """W~ = C Z + mu 1^T: codes (d, k) and (k, n) times their scales, plus the centring vector (d, 1)."""
+    codebook = from_codes(encoded.parts["codebook"], encoded.parts["codebook_scale"])
+    latent = from_codes(encoded.parts["latent"], encoded.parts["latent_scale"])
+    mean = encoded.parts.get("mean")
+    matrix = codebook @ latent if mean is None else torch.addmm(mean, codebook, latent)
+    return from_tiles(matrix, encoded.shape, encoded.transposed_groups)
+
+
+def scalar(encoded: Encoded) -> Tensor:
+    """W = q s: codes (out, rest) and one scale an output channel (out, 1)."""
+    rows = from_codes(encoded.parts["codes"], encoded.parts["scale"])
+    groups = encoded.transposed_groups
+    return from_out_first(rows.reshape(out_first_shape(encoded.shape, groups)), groups)
+
+
+def keep(encoded: Encoded) -> Tensor:
+    return encoded.parts["values"]
+
+
+DECODERS: dict[str, Callable[[Encoded], Tensor]] = {"factors": factors, "scalar": scalar, "keep": keep}
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """What a file says of a part before any of it is read. `bits` is 0 for a part that is not codes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bits: int = 0
+
+
+def specs(encoded: Encoded) -> dict[str, PartSpec]:
+    """The specs of parts that are already here."""
+    return {
+        name: PartSpec(tuple(part.shape), part.dtype, encoded.bits.get(name, 0))
+        for name, part in encoded.parts.items()
+    }
+
+
+def check(kind: str, shape: tuple[int, ...], transposed_groups: int, parts: Mapping[str, PartSpec]) -> None:
+    """Raises FormatError unless the parts are those `kind` needs for a weight of this shape."""
+    if kind not in _CHECKS:
+        raise FormatError(f"unknown kind {kind!r}, known are {', '.join(_CHECKS)}")
+    if transposed_groups and (len(shape) < 3 or transposed_groups < 0 or shape[0] % transposed_groups):
+        raise FormatError(f"shape {shape} is not a transposed convolution of {transposed_groups} groups")
+    _CHECKS[kind](shape, transposed_groups, parts)
+
+
+def _check_factors(shape: tuple[int, ...], _: int, parts: Mapping[str, PartSpec]) -> None:
+    numel = torch.Size(shape).numel()
+    _expect_names(parts, {"codebook", "codebook_scale", "latent", "latent_scale"}, {"mean"})
+    _expect_codes(parts, "codebook")
+    _expect_codes(parts, "latent")
+    if numel == 0:
+        raise FormatError(f"an empty tensor of shape {shape} has no factors")
+    tile, rank = parts["codebook"].shape
+    if not 1 <= rank <= tile <= numel:
+        raise FormatError(f"a codebook of {tile} x {rank} does not suit a weight of {numel} numbers")
+    count = tile_count(numel, tile)
+    _expect_shape(parts, "latent", (rank, count))
+    _expect_scale(parts, "codebook_scale", {(1, rank)})
+    _expect_scale(parts, "latent_scale", {(rank, 1), (1, count)})
+    if "mean" in parts:
+        _expect_shape(parts, "mean", (tile, 1))
+        _expect_dtype(parts, "mean", (torch.float16, torch.float32))
+
+
+def _check_scalar(shape: tuple[int, ...], groups: int, parts: Mapping[str, PartSpec]) -> None:
+    numel = torch.Size(shape).numel()
+    _expect_names(parts, {"codes", "scale"})
+    _expect_codes(parts, "codes")
+    if not shape or numel == 0:
+        raise FormatError(f"a tensor of shape {shape} has no channels to quantize")
+    rows = out_first_shape(shape, groups)[0]
+    _expect_shape(parts, "codes", (rows, numel // rows))
+    _expect_scale(parts, "scale", {(rows, 1)})
+
+
+def _check_keep(shape: tuple[int, ...], _: int, parts: Mapping[str, PartSpec]) -> None:
+    _expect_names(parts, {"values"})
+    _expect_shape(parts, "values", shape)
+    if parts["values"].bits:
+        raise FormatError("kept values are stored as they are, not as codes")
+
+
+_CHECKS: dict[str, Callable[[tuple[int, ...], int, Mapping[str, PartSpec]], None]] = {
+    "factors": _check_factors,
+    "scalar": _check_scalar,
+    "keep": _check_keep,
+}
+
+
+def _expect_names(parts: Mapping[str, PartSpec], needed: set[str], optional: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    found = set(parts)
+    if not needed <= found <= needed | optional:
+        raise FormatError(f"found parts {sorted(found)}, needed are {sorted(needed)}")
+
+
+def _expect_shape(parts: Mapping[str, PartSpec], name: str, shape: tuple[int, ...]) -> None:
+    if parts[name].shape != shape:
+        raise FormatError(f"part {name!r} has shape {parts[name].shape}, expected {shape}")
+
+
+def _expect_dtype(parts: Mapping[str, PartSpec], name: str, allowed: tuple[torch.dtype, ...]) -> None:
+    if parts[name].bits or parts[name].dtype not in allowed:
+        raise FormatError(f"part {name!r} is {parts[name].dtype}, allowed are {allowed}")
+
+
+def _expect_codes(parts: Mapping[str, PartSpec], name: str) -> None:
+    part = parts[name]
+    if not MIN_BITS <= part.bits <= MAX_BITS or len(part.shape) != 2:
+        raise FormatError(
+            f"part {name!r} has {part.bits} bits and shape {part.shape}: expected a matrix of codes "
+            f"of {MIN_BITS} to {MAX_BITS} bits"
+        )
+
+
+def _expect_scale(parts: Mapping[str, PartSpec], name: str, shapes: set[tuple[int, ...]]) -> None:
+    _expect_dtype(parts, name, _SCALES)
+    if parts[name].shape not in shapes:
+        raise FormatError(f"part {name!r} has shape {parts[name].shape}, expected one of {sorted(shapes)}")

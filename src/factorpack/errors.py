@@ -1,0 +1,21 @@
+"""What can go wrong, in four words a caller can catch."""
+
+
+class FactorpackError(Exception):
+    """Base of every error factorpack raises on purpose."""
+
+
+class PlanError(FactorpackError):
+    """A setting is impossible: what was asked for and what is allowed are in the message."""
+
+
+class WeightError(FactorpackError):
+    """The weights themselves cannot be encoded (NaN, Inf, an unsupported type)."""
+
+
+class SourceError(FactorpackError):
+    """A checkpoint or model cannot be read as one, or does not fit the packed file."""
+
+
+class FormatError(FactorpackError):
+    """A packed file is damaged, hostile or from an unknown version."""

@@ -1,0 +1,279 @@
+"""The container: a safetensors file of byte streams, written to a sibling and renamed, read lazily."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from factorpack.decode import check, specs
+from factorpack.errors import FormatError, SourceError
+from factorpack.format import schema as schemas
+from factorpack.format.atomic import atomic_write
+from factorpack.format.schema import PartRow, Schema, TensorRow
+from factorpack.format.streams import decode_part, encode_part, raw_bytes
+from factorpack.record import DTYPES, Encoded, dtype_name
+
+METADATA_KEY = "factorpack"
+SMALL = "factorpack.small"
+SMALL_BYTES = 2048
+"""Streams below this share one entry: an entry of its own costs a tensor about 100 bytes of header."""
+
+SAFETENSORS_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def header_bytes(entries: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: dict[str, str]) -> bytes:
+    """The head of a safetensors file for entries of (name, type, shape, bytes) that follow in this order."""
+    table: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    start = 0
+    for name, kind, shape, count in entries:
+        table[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, start + count]}
+        start += count
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class Writer:
+    """Writes a packed file tensor by tensor, holding no more than one: `add`, then leave the block.
+
+    >>> with Writer(path) as writer:  # doctest: +SKIP
+    ...     writer.add("conv1.weight", encoded)
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._rows: list[TensorRow] = []
+        self._aliases: dict[str, str] = {}
+        self._small: list[bytes] = []
+
+    def __enter__(self) -> Writer:
+        if not self._path.parent.is_dir():
+            raise SourceError(f"there is no folder {self._path.parent} to write {self._path.name} into")
+        if self._path.is_dir():
+            raise SourceError(f"{self._path} is a folder, expected a file to write")
+        # The header comes first and is known last, so the streams wait in a file that has no name.
+        self._spool = tempfile.TemporaryFile(dir=self._path.parent)
+        return self
+
+    def add(self, name: str, encoded: Encoded) -> None:
+        if name in (SMALL, "__metadata__"):
+            raise SourceError(f"a tensor cannot be called {name!r}: the file uses that name itself")
+        check(encoded.kind, encoded.shape, encoded.transposed_groups, specs(encoded))
+        _check_numbers(encoded)
+        streams: list[bytes] = []
+        parts: dict[str, PartRow] = {}
+        for part_name, spec in specs(encoded).items():
+            codec, data = encode_part(encoded.parts[part_name], spec.bits)
+            parts[part_name] = PartRow(codec, spec, len(data))
+            streams.append(data)
+        filler_bytes = schemas.filler_for(encoded.numel, sum(map(len, streams)))
+        stream = b"".join([*streams, bytes(filler_bytes)])
+        row = TensorRow(
+            name,
+            encoded.kind,
+            dtype_name(encoded.dtype),
+            encoded.shape,
+            parts,
+            zlib.crc32(stream),
+            filler_bytes,
+            encoded.transposed_groups,
+            encoded.extra_zeros,
+            encoded.note,
+        )
+        self._rows.append(row)
+        if _is_small(row):
+            self._small.append(stream)
+        else:
+            self._spool.write(stream)
+
+    def alias(self, name: str, target: str) -> None:
+        """Records that tensor `name` is the same as `target`, a tensor that is added."""
+        self._aliases[name] = target
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._spool:
+            if error is None:
+                self._finish()
+
+    def _finish(self) -> None:
+        self._spool.write(b"".join(self._small))
+        metadata = schemas.dump(Schema(tuple(self._rows), self._aliases))
+        entries = [(name, "U8", (size,), size) for name, size in _entry_sizes(self._rows).items()]
+        with atomic_write(self._path) as file:
+            file.write(header_bytes(entries, {METADATA_KEY: metadata}))
+            self._spool.seek(0)
+            shutil.copyfileobj(self._spool, file, 1 << 20)
+
+
+class Reader(Mapping[str, Encoded]):
+    """The tensors of a packed file, decoded to `Encoded` when asked for.
+
+    Opening checks the container, the schema and every checksum; nothing is allocated that the file's
+    own size does not bound, and no code in it is ever run.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise FormatError(f"there is no file {self.path}")
+        try:
+            self._file = safe_open(self.path, framework="numpy")
+            metadata = self._file.metadata() or {}
+        except (SafetensorError, OSError) as error:
+            raise FormatError(f"{self.path} is not a whole safetensors file: {error}") from error
+        if set(metadata) != {METADATA_KEY}:
+            raise FormatError(
+                f"{self.path} is not a packed file: its metadata holds {sorted(metadata)}, "
+                f"expected {METADATA_KEY!r} alone"
+            )
+        self.file_bytes = self.path.stat().st_size
+        self.schema = schemas.parse(metadata[METADATA_KEY])
+        self.rows = {row.name: row for row in self.schema.tensors}
+        self._check_entries()
+        self._small_start = _small_starts(self.schema.tensors)
+        has_small = SMALL in self._file.keys()  # noqa: SIM118, a method and not a mapping
+        self._small: NDArray[np.uint8] = self._file.get_tensor(SMALL) if has_small else np.zeros(0, np.uint8)
+        for row in self.schema.tensors:
+            if zlib.crc32(self._stream(row)) != row.crc:
+                raise FormatError(f"tensor {row.name!r}: the checksum does not match, the file is damaged")
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of the file that belong to no tensor's stream."""
+        return self.file_bytes - sum(row.stored_bytes for row in self.rows.values())
+
+    def __getitem__(self, name: str) -> Encoded:
+        row = self.rows[name]
+        try:
+            return _read_row(row, self._stream(row).tobytes())
+        except FormatError as error:
+            raise FormatError(f"tensor {name!r}: {error}") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def _check_entries(self) -> None:
+        expected = _entry_sizes(self.schema.tensors)
+        if set(self._file.keys()) != set(expected):
+            odd = sorted(set(self._file.keys()) ^ set(expected))
+            raise FormatError(f"schema and container disagree on the entries {odd[:3]}")
+        for name, size in expected.items():
+            entry = self._file.get_slice(name)
+            if entry.get_dtype() != "U8" or entry.get_shape() != [size]:
+                raise FormatError(
+                    f"tensor {name!r}: the container holds {entry.get_dtype()} {entry.get_shape()}, "
+                    f"the schema expects {size} bytes"
+                )
+
+    def _stream(self, row: TensorRow) -> NDArray[np.uint8]:
+        if not _is_small(row):
+            stream: NDArray[np.uint8] = self._file.get_tensor(row.name)
+            return stream
+        start = self._small_start[row.name]
+        return self._small[start : start + row.stored_bytes]
+
+
+def _read_row(row: TensorRow, stream: bytes) -> Encoded:
+    parts, start = {}, 0
+    for name, part in row.parts.items():
+        end = start + part.stored_bytes
+        try:
+            parts[name] = decode_part(part.codec, stream[start:end], part.spec)
+        except FormatError as error:
+            raise FormatError(f"part {name!r}: {error}") from error
+        start = end
+    if any(stream[start:]):
+        raise FormatError("the filler is not zero")
+    bits = {name: part.spec.bits for name, part in row.parts.items() if part.spec.bits}
+    encoded = Encoded(
+        row.kind,
+        row.shape,
+        DTYPES[row.dtype],
+        parts,
+        bits,
+        row.transposed_groups,
+        row.extra_zeros,
+        row.note,
+    )
+    _check_numbers(encoded)
+    return encoded
+
+
+def _check_numbers(encoded: Encoded) -> None:
+    """Scales and means must be finite, and no scale negative; kept values may be anything."""
+    for name, part in encoded.parts.items():
+        if encoded.kind == "keep" or name in encoded.bits:
+            continue
+        if not bool(part.isfinite().all()):
+            raise FormatError(f"part {name!r} holds NaN or infinity")
+        if name.endswith("scale") and bool((part < 0).any()):
+            raise FormatError(f"part {name!r} holds a negative scale")
+
+
+def _is_small(row: TensorRow) -> bool:
+    return row.stored_bytes < SMALL_BYTES
+
+
+def _entry_sizes(rows: Iterable[TensorRow]) -> dict[str, int]:
+    """The container's entries in file order: the large streams, then one for all small ones."""
+    rows = list(rows)
+    sizes = {row.name: row.stored_bytes for row in rows if not _is_small(row)}
+    small = sum(row.stored_bytes for row in rows if _is_small(row))
+    return {**sizes, SMALL: small} if small else sizes
+
+
+def _small_starts(rows: Iterable[TensorRow]) -> dict[str, int]:
+    starts, position = {}, 0
+    for row in rows:
+        if _is_small(row):
+            starts[row.name] = position
+            position += row.stored_bytes
+    return starts
+
+
+def write_plain(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], values: Iterable[Tensor]) -> None:
+    """Writes an ordinary safetensors file, taking the values one by one in the order of `tensors`."""
+    entries = []
+    for name, (dtype, shape) in tensors.items():
+        if dtype not in SAFETENSORS_TYPES:
+            raise SourceError(f"safetensors has no type for {name!r}, a {dtype} tensor")
+        entries.append((name, SAFETENSORS_TYPES[dtype], shape, torch.Size(shape).numel() * dtype.itemsize))
+    with atomic_write(path) as file:
+        file.write(header_bytes(entries, {"format": "pt"}))
+        _write_all(file, values)
+
+
+def _write_all(file: BinaryIO, values: Iterable[Tensor]) -> None:
+    for value in values:
+        file.write(raw_bytes(value))

@@ -1,0 +1,224 @@
+"""The schema: what the file says of every tensor, checked whole before a byte of data is read."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from factorpack.decode import PartSpec, check
+from factorpack.errors import FormatError
+from factorpack.format.bitpack import packed_bytes
+from factorpack.format.streams import ANS, CODECS, PACKED, RAW, raw_size
+from factorpack.record import DTYPES, dtype_name
+
+VERSION = 1
+MAX_JSON_BYTES = 1 << 25
+MAX_DIMENSIONS = 8
+EXPANSION = 1024
+"""A tensor of m numbers takes at least m / EXPANSION bytes, so no small file can ask for much memory."""
+_MAX_INT = 1 << 48
+
+
+@dataclass(frozen=True, slots=True)
+class PartRow:
+    """One part's stream."""
+
+    codec: str
+    spec: PartSpec
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """Everything known of a tensor but its data: the parts follow each other in the tensor's stream."""
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: Mapping[str, PartRow]
+    crc: int
+    filler_bytes: int = 0
+    transposed_groups: int = 0
+    extra_zeros: int = 0
+    note: str = ""
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(part.stored_bytes for part in self.parts.values()) + self.filler_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    tensors: tuple[TensorRow, ...]
+    aliases: Mapping[str, str]
+
+
+def filler_for(numel: int, stored_bytes: int) -> int:
+    """Zero bytes a tensor's stream must be filled up with to keep the EXPANSION rule."""
+    return max(0, math.ceil(numel / EXPANSION) - stored_bytes)
+
+
+def dump(schema: Schema) -> str:
+    """The schema as it stands in the container's metadata."""
+    document = {"tensors": [_row_to_json(row) for row in schema.tensors], "aliases": dict(schema.aliases)}
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    if len(text) > MAX_JSON_BYTES:
+        raise FormatError(f"a schema of {len(text)} bytes, allowed are {MAX_JSON_BYTES}")
+    packed = zlib.compress(text, 9)
+    envelope = {"version": VERSION, "crc": zlib.crc32(packed), "schema": base64.b64encode(packed).decode()}
+    return json.dumps(envelope, separators=(",", ":"))
+
+
+def parse(metadata: str) -> Schema:
+    """The inverse of `dump`, for text from anywhere."""
+    envelope = _object(_json(metadata), "envelope", {"version", "crc", "schema"})
+    if envelope["version"] != VERSION:
+        raise FormatError(f"file version {envelope['version']!r}, this reader knows version {VERSION}")
+    text = _inflate(envelope["schema"], envelope["crc"])
+    document = _object(_json(text), "schema", {"tensors", "aliases"})
+    if not isinstance(document["tensors"], list) or not isinstance(document["aliases"], dict):
+        raise FormatError("the schema's tensors are not a list, or its aliases not a table")
+    rows = tuple(_checked_row(item) for item in document["tensors"])
+    names = {row.name for row in rows}
+    if len(names) != len(rows):
+        raise FormatError("two tensors of the schema have the same name")
+    for alias, target in document["aliases"].items():
+        if alias in names or target not in names:
+            raise FormatError(f"alias {alias!r} of {target!r} does not point from a new name to a tensor")
+    return Schema(rows, document["aliases"])
+
+
+def _inflate(field: object, crc: object) -> bytes:
+    if not isinstance(field, str):
+        raise FormatError("the schema is not text")
+    try:
+        packed = base64.b64decode(field, validate=True)
+        if zlib.crc32(packed) != crc:
+            raise FormatError("the schema's checksum does not match: the file is damaged")
+        inflater = zlib.decompressobj()
+        text = inflater.decompress(packed, MAX_JSON_BYTES)
+    except (binascii.Error, zlib.error, ValueError) as error:
+        raise FormatError(f"the schema cannot be read: {error}") from error
+    if not inflater.eof or inflater.unused_data:
+        raise FormatError(f"the schema is cut short, or longer than {MAX_JSON_BYTES} bytes")
+    return text
+
+
+def _json(text: str | bytes) -> object:
+    try:
+        return json.loads(text, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"the metadata is not valid JSON: {error}") from error
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise FormatError("a key stands twice in the metadata")
+    return table
+
+
+def _object(
+    value: object, what: str, needed: set[str], optional: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    if not isinstance(value, dict) or not needed <= set(value) <= needed | optional:
+        found = sorted(value) if isinstance(value, dict) else type(value).__name__
+        raise FormatError(f"the {what} holds {found}, expected {sorted(needed)}")
+    return value
+
+
+_OPTIONAL = {"filler_bytes": 0, "transposed_groups": 0, "extra_zeros": 0, "note": ""}
+
+
+def _row_to_json(row: TensorRow) -> dict[str, Any]:
+    parts = {
+        name: [part.codec, part.spec.bits or dtype_name(part.spec.dtype), part.spec.shape, part.stored_bytes]
+        for name, part in row.parts.items()
+    }
+    fields = {"name": row.name, "kind": row.kind, "dtype": row.dtype, "shape": row.shape, "parts": parts}
+    extras = {key: getattr(row, key) for key, usual in _OPTIONAL.items() if getattr(row, key) != usual}
+    return {**fields, "crc": row.crc, **extras}
+
+
+def _checked_row(item: object) -> TensorRow:
+    """One row, with every field's type and range checked, and the parts against each other."""
+    fields = _object(
+        item, "tensor row", {"name", "kind", "dtype", "shape", "parts", "crc"}, frozenset(_OPTIONAL)
+    )
+    if not isinstance(fields["name"], str):
+        raise FormatError(f"a tensor's name is {fields['name']!r}")
+    try:
+        return _row(fields)
+    except FormatError as error:
+        raise FormatError(f"tensor {fields['name']!r}: {error}") from error
+
+
+def _row(fields: dict[str, Any]) -> TensorRow:
+    kind, dtype, parts, note = fields["kind"], fields["dtype"], fields["parts"], fields.get("note", "")
+    if not isinstance(kind, str) or not isinstance(parts, dict) or not isinstance(note, str):
+        raise FormatError("kind or note is not text, or parts is not a table")
+    row = TensorRow(
+        name=fields["name"],
+        kind=kind,
+        dtype=_dtype_name(dtype),
+        shape=_shape(fields["shape"]),
+        parts={name: _part(value) for name, value in parts.items()},
+        crc=_integer(fields["crc"], "checksum"),
+        filler_bytes=_integer(fields.get("filler_bytes", 0), "filler_bytes"),
+        transposed_groups=_integer(fields.get("transposed_groups", 0), "transposed_groups"),
+        extra_zeros=_integer(fields.get("extra_zeros", 0), "extra_zeros"),
+        note=note,
+    )
+    numel = math.prod(row.shape)
+    if numel > EXPANSION * row.stored_bytes:
+        raise FormatError(f"claims {numel} numbers in {row.stored_bytes} bytes, allowed are {EXPANSION} a byte")
+    check(row.kind, row.shape, row.transposed_groups, {name: part.spec for name, part in row.parts.items()})
+    if row.extra_zeros > numel:
+        raise FormatError(f"claims {row.extra_zeros} extra zeros among {numel} numbers")
+    return row
+
+
+def _part(value: object) -> PartRow:
+    if not isinstance(value, list) or len(value) != 4 or value[0] not in CODECS:
+        raise FormatError(f"a part is {value!r}, expected [codec, type, shape, bytes]")
+    codec, kind, shape, stored_bytes = value
+    is_codes = isinstance(kind, int)
+    bits = _integer(kind, "bits") if is_codes else 0
+    dtype = DTYPES["int8"] if is_codes else DTYPES[_dtype_name(kind)]
+    spec = PartSpec(_shape(shape), dtype, bits)
+    part = PartRow(codec, spec, _integer(stored_bytes, "bytes"))
+    count = math.prod(spec.shape)
+    if (codec == RAW) == is_codes or (is_codes and not 1 <= bits <= 8):
+        raise FormatError(f"codec {codec!r} cannot hold {kind!r}")
+    expected = {RAW: raw_size(spec), PACKED: packed_bytes(count, bits)}.get(codec, part.stored_bytes)
+    if part.stored_bytes != expected or (codec == ANS and count == 0):
+        raise FormatError(f"{part.stored_bytes} bytes for a {codec!r} part of shape {spec.shape}")
+    return part
+
+
+def _dtype_name(value: object) -> str:
+    if not isinstance(value, str) or value not in DTYPES:
+        raise FormatError(f"unknown type {value!r}, known are {', '.join(DTYPES)}")
+    return value
+
+
+def _integer(value: object, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_INT:
+        raise FormatError(f"{what} is {value!r}, expected a whole number from 0 to 2^48")
+    return value
+
+
+def _shape(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
+        raise FormatError(f"a shape is {value!r}, expected at most {MAX_DIMENSIONS} whole numbers")
+    shape = tuple(_integer(size, "a dimension") for size in value)
+    if math.prod(shape) > _MAX_INT:
+        raise FormatError(f"a shape of {shape} has more than 2^48 numbers")
+    return shape

@@ -1,0 +1,66 @@
+"""A part <-> bytes: codes entropy coded or bit packed, whichever is smaller; the rest raw."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from factorpack.decode import PartSpec
+from factorpack.errors import FormatError
+from factorpack.format import entropy
+from factorpack.format.bitpack import pack, packed_bytes, unpack
+from factorpack.quantize.uniform import code_range
+
+RAW, PACKED, ANS = "raw", "packed", "ans"
+CODECS = (RAW, PACKED, ANS)
+
+
+def encode_part(part: Tensor, bits: int) -> tuple[str, bytes]:
+    """The codec and the bytes of a part; `bits` is 0 for a part that is not codes."""
+    if not bits:
+        return RAW, raw_bytes(part)
+    codes = part.cpu().numpy()
+    fixed_bytes = packed_bytes(codes.size, bits)
+    coded = entropy.encode(codes)
+    if len(coded) < fixed_bytes:
+        return ANS, coded
+    low, _ = code_range(bits)
+    return PACKED, pack((codes.astype(np.int16) - low).astype(np.uint16).ravel(), bits)
+
+
+def decode_part(codec: str, data: bytes, spec: PartSpec) -> Tensor:
+    """The inverse of `encode_part`; the spec has been checked, the bytes may be anything."""
+    if codec == RAW:
+        return _from_raw(data, spec)
+    rows, columns = spec.shape
+    low, high = code_range(spec.bits)
+    if codec == PACKED:
+        codes = (unpack(data, rows * columns, spec.bits).astype(np.int16) + low).astype(np.int8)
+    else:
+        codes = entropy.decode(data, rows, columns)
+        if codes.size and (int(codes.min()) < low or int(codes.max()) > high):
+            raise FormatError(f"codes {codes.min()} to {codes.max()} do not fit {spec.bits} bits")
+    return torch.from_numpy(codes.reshape(rows, columns))
+
+
+def raw_size(spec: PartSpec) -> int:
+    return math.prod(spec.shape) * spec.dtype.itemsize
+
+
+def raw_bytes(values: Tensor) -> bytes:
+    """Little-endian bytes, row by row."""
+    flat = values.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _from_raw(data: bytes, spec: PartSpec) -> Tensor:
+    if len(data) != raw_size(spec):
+        raise FormatError(f"{len(data)} bytes for values of shape {spec.shape} and type {spec.dtype}")
+    if spec.dtype == torch.bool and data.strip(b"\0\1"):
+        raise FormatError("a boolean is neither 0 nor 1")
+    if not data:
+        return torch.empty(spec.shape, dtype=spec.dtype)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(spec.dtype).reshape(spec.shape)

@@ -1,0 +1,73 @@
+"""What a method is: settings that turn a weight into an `Encoded`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from factorpack.errors import PlanError, WeightError
+from factorpack.record import Encoded
+
+
+class Method(Protocol):
+    """A frozen dataclass with an `encode`. See docs/adding-a-method.md."""
+
+    name: ClassVar[str]
+
+    def encode(self, weight: Tensor, transposed_groups: int = 0) -> Encoded:
+        """Compresses one weight; `transposed_groups` as in `Encoded`."""
+        ...
+
+
+def from_fields(methods: Mapping[str, type[Method]], fields: Mapping[str, Any]) -> Method:
+    """A method from a recipe's table: `{"method": "qspca", "rank": 64, "latent_bits": 3}`.
+
+    An unknown method or setting is an error that lists the known ones.
+    """
+    settings = dict(fields)
+    name = settings.pop("method", None)
+    if not isinstance(name, str) or name not in methods:
+        raise PlanError(f"unknown method {name!r}, known are {', '.join(methods)}")
+    cls = methods[name]
+    declared = [field for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+    known = [field.name for field in declared]
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise PlanError(f"unknown setting {unknown[0]!r} for method {name!r}, known are {', '.join(known)}")
+    absent = [
+        field.name
+        for field in declared
+        if field.default is dataclasses.MISSING and field.name not in settings
+    ]
+    if absent:
+        raise PlanError(f"method {name!r} needs the setting {absent[0]!r}")
+    return cls(**settings)
+
+
+def check_type(name: str, value: object, *allowed: type) -> None:
+    """Settings come from recipes too, where a string may stand in a number's place."""
+    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+        words = " or ".join(kind.__name__ for kind in allowed)
+        raise PlanError(f"{name} is {value!r}, a {type(value).__name__}; expected {words}")
+
+
+def as_finite(weight: Tensor) -> Tensor:
+    """The weight in working precision, or a WeightError where it has numbers no code can stand for."""
+    if not weight.is_floating_point():
+        raise WeightError(f"{weight.dtype} values cannot be compressed, only kept")
+    if weight.numel() == 0:
+        raise WeightError(f"an empty tensor of shape {tuple(weight.shape)} cannot be compressed, only kept")
+    working = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    bad = working.numel() - int(working.isfinite().sum())
+    if bad:
+        raise WeightError(
+            f"{bad} of {working.numel()} weights are NaN or infinite; repair or exclude the tensor"
+        )
+    largest = working.abs().max().item()
+    if largest > 1e36:
+        raise WeightError(f"weights up to {largest:.3g} leave no room for FP32 arithmetic; exclude the tensor")
+    return working

@@ -1,0 +1,113 @@
+"""QSPCA: quantized sparse PCA, the paper's representation, found from the weights alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from factorpack.errors import PlanError
+from factorpack.methods.protocol import as_finite, check_type
+from factorpack.methods.scalar import Scalar
+from factorpack.quantize.uniform import Clip, check_bits, fit_scale, from_codes, to_codes
+from factorpack.record import Encoded
+from factorpack.solve.factor import best_latent, principal_basis
+from factorpack.solve.threshold import extra_zero_mask
+from factorpack.tiles import tile_count, to_tiles
+
+SMALLEST_TILE = 16
+FALLBACK = Scalar(bits=8)
+
+
+@dataclass(frozen=True, slots=True)
+class QSPCA:
+    """W~ = C Z + mu: a `codebook_bits` codebook and a sparse `latent_bits` latent of rank `rank`.
+
+    The weight is cut into tiles of `tile` numbers; C starts from the first `rank` principal directions
+    and is quantized a column at a time; Z solves least squares against the *quantized* C and is quantized
+    with a scale a row (or a column); then the smallest `sparsity` share of all latents becomes zero, on
+    top of those that rounding made zero.
+
+    The paper needs rank <= tile <= number of tiles. Where a weight is too small for that, the tile is
+    halved until it holds and the rank cut to the tile; where no tile from 16 up will do, or the factors
+    would take more room than 8-bit codes, the weight gets `Scalar(8)`. The `note` says so.
+    """
+
+    rank: int
+    latent_bits: int
+    sparsity: float = 0.0
+    codebook_bits: int = 4
+    tile: int = 256
+    latent_scales: Literal["row", "column"] = "row"
+    center: bool = True
+    clip: Clip = "mse"
+
+    name: ClassVar[str] = "qspca"
+
+    def __post_init__(self) -> None:
+        for field in ("rank", "latent_bits", "codebook_bits", "tile"):
+            check_type(field, getattr(self, field), int)
+        check_type("sparsity", self.sparsity, float, int)
+        check_type("center", self.center, bool)
+        check_bits("latent_bits", self.latent_bits)
+        check_bits("codebook_bits", self.codebook_bits)
+        if not SMALLEST_TILE <= self.tile <= 4096:
+            raise PlanError(f"tile is {self.tile}, allowed are {SMALLEST_TILE} to 4096")
+        if not 1 <= self.rank <= self.tile:
+            raise PlanError(f"rank {self.rank} outside 1..{self.tile}, the tile size")
+        if not 0.0 <= self.sparsity < 1.0:
+            raise PlanError(f"sparsity is {self.sparsity}, allowed are 0 up to but not 1")
+        if self.latent_scales not in ("row", "column"):
+            raise PlanError(f"latent_scales is {self.latent_scales!r}, allowed are 'row' and 'column'")
+        if self.clip not in ("mse", "minmax"):
+            raise PlanError(f"clip is {self.clip!r}, allowed are 'mse' and 'minmax'")
+
+    def encode(self, weight: Tensor, transposed_groups: int = 0) -> Encoded:
+        working = as_finite(weight)
+        tile, rank = self.fit(working.numel())
+        if tile == 0:
+            fallback = FALLBACK.encode(weight, transposed_groups)
+            return fallback.noted(f"{working.numel()} weights are too few for factors, 8-bit codes instead")
+        matrix = to_tiles(working, tile, transposed_groups)  # (d, n)
+        mean = matrix.mean(1, keepdim=True).float() if self.center else None
+        if mean is not None:
+            matrix = matrix - mean
+        parts, extra_zeros = self._factorize(matrix, rank)
+        if mean is not None:
+            parts["mean"] = mean
+        bits = {"codebook": self.codebook_bits, "latent": self.latent_bits}
+        note = "" if tile == self.tile else f"tile {tile} and rank {rank}: too few weights for tile {self.tile}"
+        shape = tuple(weight.shape)
+        return Encoded("factors", shape, weight.dtype, parts, bits, transposed_groups, extra_zeros, note)
+
+    def fit(self, numel: int) -> tuple[int, int]:
+        """The tile and rank a weight of `numel` numbers gets; (0, 0) where it gets scalar codes."""
+        tile = self.tile
+        while tile > tile_count(numel, tile) and tile > SMALLEST_TILE:
+            tile = max(tile // 2, SMALLEST_TILE)
+        rank, count = min(self.rank, tile), tile_count(numel, tile)
+        scales = 2 * rank if self.latent_scales == "row" else rank + count
+        bits = tile * rank * self.codebook_bits + rank * count * self.latent_bits + 16 * scales
+        bits += 32 * tile * self.center
+        return (tile, rank) if tile <= count and bits < 8 * numel else (0, 0)
+
+    def _factorize(self, matrix: Tensor, rank: int) -> tuple[dict[str, Tensor], int]:
+        columns = principal_basis(matrix, rank).T.contiguous()  # (k, d): a scale a column of C
+        codebook_scale = fit_scale(columns, self.codebook_bits, self.clip)
+        codebook = to_codes(columns, codebook_scale, self.codebook_bits).T.contiguous()  # (d, k)
+        latent = best_latent(from_codes(codebook, codebook_scale.T).to(matrix.dtype), matrix)  # (k, n)
+        scaled = latent if self.latent_scales == "row" else latent.T
+        latent_scale = fit_scale(scaled, self.latent_bits, self.clip)
+        codes = to_codes(scaled, latent_scale, self.latent_bits)
+        if self.latent_scales == "column":
+            codes, latent_scale = codes.T.contiguous(), latent_scale.T
+        keep = extra_zero_mask(from_codes(codes, latent_scale), latent, self.sparsity)
+        parts = {
+            "codebook": codebook,
+            "codebook_scale": codebook_scale.T.contiguous(),  # (1, k)
+            "latent": torch.where(keep, codes, torch.zeros_like(codes)),
+            "latent_scale": latent_scale.contiguous(),  # (k, 1) or (1, n)
+        }
+        return parts, int(keep.numel() - keep.sum())

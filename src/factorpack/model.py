@@ -1,0 +1,192 @@
+"""Verbs on whole models: compress, save, load, and `Packed`, what they pass around."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from factorpack.decode import decode
+from factorpack.errors import FactorpackError, SourceError
+from factorpack.format.container import Reader, Writer, write_plain
+from factorpack.methods import QSPCA, Method
+from factorpack.plan.rules import Choice, Rules
+from factorpack.progress import Progress
+from factorpack.record import DTYPES, Encoded
+from factorpack.size import SizeReport, size_report
+from factorpack.source import Source, open_source
+
+DEFAULT_METHOD = QSPCA(rank=256, latent_bits=5)
+
+Checkpoint = nn.Module | Mapping[str, Tensor] | str | Path
+
+
+class Packed(Mapping[str, Encoded]):
+    """A compressed model: its tensors by name, in memory or still in their file.
+
+    >>> packed = fp.load("model.packed.safetensors")  # doctest: +SKIP
+    >>> model.load_state_dict(packed.state_dict())  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Encoded],
+        aliases: Mapping[str, str] | None = None,
+        reader: Reader | None = None,
+    ) -> None:
+        self._tensors = tensors
+        self.aliases = dict(aliases or {})
+        self._reader = reader
+
+    def __getitem__(self, name: str) -> Encoded:
+        return self._tensors[self.aliases.get(name, name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        where = f" in {self._reader.path}" if self._reader else ""
+        return f"Packed({len(self)} tensors{where})"
+
+    @property
+    def path(self) -> Path | None:
+        """The file this was loaded from or last saved to."""
+        return self._reader.path if self._reader else None
+
+    def shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Type and shape of every decoded tensor, aliases included, without decoding any."""
+        if self._reader is not None:
+            known = {name: (DTYPES[row.dtype], row.shape) for name, row in self._reader.rows.items()}
+        else:
+            known = {name: (encoded.dtype, encoded.shape) for name, encoded in self.items()}
+        return known | {alias: known[target] for alias, target in self.aliases.items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Plain weights under the names they came with; tied tensors are one tensor again."""
+        state = {name: decode(encoded) for name, encoded in self.items()}
+        return state | {alias: state[target] for alias, target in self.aliases.items()}
+
+    def load_into(self, model: nn.Module) -> nn.Module:
+        """Decodes straight into a model's tensors, one at a time. Names and shapes must fit exactly."""
+        targets = model.state_dict(keep_vars=True)
+        names = {*self, *self.aliases}
+        if names != set(targets):
+            missing, extra = sorted(set(targets) - names), sorted(names - set(targets))
+            raise SourceError(f"the model lacks {extra[:5]}, the file lacks {missing[:5]}")
+        with torch.no_grad():
+            for name in targets:
+                weight = decode(self[name])
+                if weight.shape != targets[name].shape:
+                    raise SourceError(
+                        f"tensor {name!r} is {tuple(weight.shape)} in the file, "
+                        f"{tuple(targets[name].shape)} in the model"
+                    )
+                targets[name].copy_(weight)
+        return model
+
+    def size(self) -> SizeReport:
+        """Where the bits are: the paper's accounting, and the file's bytes once there is a file."""
+        if self._reader is None:
+            return size_report(self._tensors)
+        part_bytes = {
+            name: {part: stored.stored_bytes for part, stored in row.parts.items()}
+            | {"header": row.filler_bytes}
+            for name, row in self._reader.rows.items()
+        }
+        return size_report(self._tensors, part_bytes, self._reader.file_bytes)
+
+
+def compress(
+    source: Checkpoint,
+    method: Method | None = None,
+    *,
+    layers: Mapping[str, Method] | None = None,
+    exclude: Sequence[str] = (),
+    progress: bool = True,
+) -> Packed:
+    """Compresses a model, a state dict or a checkpoint on disk with `method`, from its weights alone.
+
+    `layers` maps patterns to methods of their own and `exclude` lists patterns to keep raw; a pattern is
+    a glob, or a regular expression behind `re:`. Norms, biases and the first convolution stay raw, the
+    classifier gets 4-bit codes: plan/rules.py has the rules, and each tensor's `note` the one it met.
+
+    >>> packed = compress(model, QSPCA(rank=128, latent_bits=3, sparsity=0.2))  # doctest: +SKIP
+    """
+    opened = open_source(source)
+    plan = Rules(method or DEFAULT_METHOD, layers or {}, exclude).plan(opened)
+    return Packed(dict(_encode_all(opened, plan, progress)), opened.aliases)
+
+
+def compress_to(
+    path: str | Path,
+    source: Checkpoint,
+    method: Method | None = None,
+    *,
+    layers: Mapping[str, Method] | None = None,
+    exclude: Sequence[str] = (),
+    progress: bool = True,
+) -> Packed:
+    """`compress` and `save` in one pass that never holds more than one tensor."""
+    opened = open_source(source)
+    plan = Rules(method or DEFAULT_METHOD, layers or {}, exclude).plan(opened)
+    _write(path, _encode_all(opened, plan, progress), opened.aliases)
+    return load(path)
+
+
+def save(packed: Packed, path: str | Path) -> None:
+    """Writes a packed model. The file appears under its name only when it is whole."""
+    _write(path, packed.items(), packed.aliases)
+    packed._reader = Reader(path)
+
+
+def load(path: str | Path) -> Packed:
+    """Opens a packed file: everything is checked now, the tensors are read when they are asked for."""
+    reader = Reader(path)
+    return Packed(reader, reader.schema.aliases, reader)
+
+
+def export(packed: Packed, path: str | Path, progress: bool = True) -> None:
+    """Writes the decoded weights as an ordinary safetensors file, holding one tensor at a time."""
+    names = [*packed, *packed.aliases]
+    encoded = packed.shapes()
+    with Progress("decoding", sum(torch.Size(encoded[name][1]).numel() for name in names), progress) as bar:
+        write_plain(Path(path), {name: encoded[name] for name in names}, _decoded(packed, names, bar))
+
+
+def _decoded(packed: Packed, names: Sequence[str], bar: Progress) -> Iterator[Tensor]:
+    for name in names:
+        weight = decode(packed[name])
+        yield weight
+        bar.advance(name, weight.numel())
+
+
+def _encode_all(source: Source, plan: Mapping[str, Choice], progress: bool) -> Iterator[tuple[str, Encoded]]:
+    total = sum(torch.Size(entry.shape).numel() for entry in source.entries.values())
+    with Progress("compressing", total, progress) as bar:
+        for name, choice in plan.items():
+            bar.show(name)
+            yield name, _encode(name, source, choice)
+            bar.advance(name, torch.Size(source.entries[name].shape).numel())
+
+
+def _encode(name: str, source: Source, choice: Choice) -> Encoded:
+    try:
+        weight = source.entries[name].load()
+        encoded = choice.method.encode(weight, source.transposed_groups.get(name, 0))
+    except FactorpackError as error:
+        error.add_note(f"while compressing tensor {name!r}")
+        raise
+    return encoded.noted(choice.note) if choice.note else encoded
+
+
+def _write(path: str | Path, tensors: Iterator[tuple[str, Encoded]], aliases: Mapping[str, str]) -> None:
+    with Writer(path) as writer:
+        for name, encoded in tensors:
+            writer.add(name, encoded)
+        for alias, target in aliases.items():
+            writer.alias(alias, target)

@@ -1,0 +1,1 @@
+"""Plans: which method each tensor gets."""

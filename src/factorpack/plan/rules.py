@@ -1,0 +1,116 @@
+"""The default plan: the caller's patterns first, then the paper's habits, then the method asked for.
+
+1. A tensor that matches `exclude` is kept raw.
+2. A weight that matches a pattern of `layers` gets that pattern's method; the first match wins.
+3. What is no weight is kept: integers, vectors (biases, norms), empty tensors, a single output channel.
+4. Unless the method is Scalar or Keep, which suit anything: the first convolution is kept, a depthwise
+   convolution gets 8-bit codes, the classifier 4-bit codes, as in the paper.
+5. Everything else gets the method.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from factorpack.errors import PlanError
+from factorpack.methods import Keep, Method, Scalar
+from factorpack.source import Entry, Source, natural
+
+CLASSIFIER = Scalar(bits=4)
+DEPTHWISE = Scalar(bits=8)
+_HEADS = {"fc", "classifier", "head", "heads", "lm_head", "score"}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A tensor's method, and the reason where a rule chose it."""
+
+    method: Method
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the caller asked for: a method, exceptions by name, and names to keep raw.
+
+    A pattern is a glob (`layer1.*`), or a regular expression behind `re:`, matched against whole names.
+    """
+
+    method: Method
+    layers: Mapping[str, Method] = field(default_factory=dict)
+    exclude: Iterable[str] = ()
+
+    def plan(self, source: Source) -> dict[str, Choice]:
+        """A choice for every tensor, in the source's order."""
+        for pattern in (*self.layers, *self.exclude):
+            if not any(matches(pattern, name) for name in (*source.entries, *source.aliases)):
+                some = ", ".join(list(source.entries)[:5])
+                raise PlanError(f"the pattern {pattern!r} matches no tensor; there are {some}, ...")
+        first, classifier = first_convolution(source), classifier_of(source)
+        return {
+            name: self._choose(name, entry, name == first, name == classifier)
+            for name, entry in source.entries.items()
+        }
+
+    def _choose(self, name: str, entry: Entry, is_first: bool, is_classifier: bool) -> Choice:
+        excluded = next((pattern for pattern in self.exclude if matches(pattern, name)), None)
+        if excluded is not None:
+            return Choice(Keep(), f"excluded by {excluded!r}")
+        reason = not_a_weight(entry)
+        matched = next((pattern for pattern in self.layers if matches(pattern, name)), None)
+        if matched is not None and (not reason or isinstance(self.layers[matched], Keep)):
+            return Choice(self.layers[matched], f"chosen by {matched!r}")
+        if reason:
+            return Choice(Keep(), reason)
+        if isinstance(self.method, Scalar | Keep):
+            return Choice(self.method)
+        if is_first:
+            return Choice(Keep(), "first convolution")
+        if is_depthwise(entry):
+            return Choice(DEPTHWISE, "depthwise convolution")
+        return Choice(CLASSIFIER, "classifier") if is_classifier else Choice(self.method)
+
+
+def matches(pattern: str, name: str) -> bool:
+    if not pattern.startswith("re:"):
+        return fnmatch.fnmatchcase(name, pattern)
+    try:
+        return re.fullmatch(pattern[3:], name) is not None
+    except re.error as error:
+        raise PlanError(f"the pattern {pattern!r} is not a regular expression: {error}") from error
+
+
+def not_a_weight(entry: Entry) -> str:
+    """Why a tensor is kept whatever the method; empty for a weight."""
+    if not entry.dtype.is_floating_point or entry.dtype.itemsize == 1:
+        return f"{str(entry.dtype).removeprefix('torch.')} values"
+    if 0 in entry.shape:
+        return "empty"
+    if len(entry.shape) < 2:
+        return "bias, norm or other vector"
+    return "one output channel" if entry.shape[0] == 1 else ""
+
+
+def is_depthwise(entry: Entry) -> bool:
+    return len(entry.shape) > 2 and entry.shape[1] == 1
+
+
+def first_convolution(source: Source) -> str | None:
+    """The convolution with 3 or 4 input channels, an image's; without one, the first there is."""
+    found = [name for name, entry in source.entries.items() if len(entry.shape) > 2 and not not_a_weight(entry)]
+    images = [name for name in found if source.entries[name].shape[1] in (3, 4)]
+    return next(iter(images or found), None)
+
+
+def classifier_of(source: Source) -> str | None:
+    """The last matrix under a name heads go by; in a convolutional net without one, the last matrix."""
+    matrices = [
+        name for name, entry in source.entries.items() if len(entry.shape) == 2 and not not_a_weight(entry)
+    ]
+    heads = [name for name in matrices if _HEADS & set(name.split("."))]
+    if not heads and first_convolution(source) is not None:
+        heads = matrices
+    return max(heads, key=natural, default=None)

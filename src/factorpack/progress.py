@@ -1,0 +1,66 @@
+"""A progress bar on standard error: what, how fast, how long; nothing where no person is watching."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
+
+class Progress:
+    """Counts weights. Silent unless `shown` and standard error is a terminal."""
+
+    def __init__(self, verb: str, total: int, shown: bool = True) -> None:
+        self._verb = verb
+        self._total = total
+        self._rich: RichProgress | None = None
+        self._task: TaskID | None = None
+        if shown and sys.stderr.isatty():
+            self._rich = _bar()
+
+    def __enter__(self) -> Progress:
+        if self._rich is not None:
+            self._rich.start()
+            self._task = self._rich.add_task(self._verb, total=self._total, tensor="")
+        return self
+
+    def show(self, tensor: str) -> None:
+        if self._rich is not None and self._task is not None:
+            self._rich.update(self._task, tensor=tensor)
+
+    def advance(self, tensor: str, count: int) -> None:
+        if self._rich is not None and self._task is not None:
+            self._rich.update(self._task, advance=count, tensor=tensor)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._rich is not None:
+            self._rich.stop()
+
+
+def _bar() -> RichProgress:
+    from rich.console import Console
+    from rich.progress import BarColumn, ProgressColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
+    from rich.progress import Task
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(f"{(task.speed or 0.0) / 1e6:5.1f} M weights/s")
+
+    return RichProgress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        Rate(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[tensor]}"),
+        console=Console(stderr=True),
+        transient=True,
+    )

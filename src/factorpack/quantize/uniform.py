@@ -1,0 +1,85 @@
+"""Signed uniform quantization with one scale a row: q = clamp(round(x / s)), x ~ q s.
+
+The codes are [-2^(b-1), 2^(b-1) - 1], so zero is exact. Everything works on matrices whose rows
+share a scale; callers transpose to share along columns.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from factorpack.errors import PlanError
+
+Clip = Literal["mse", "minmax"]
+MIN_BITS, MAX_BITS = 2, 8
+
+# The clip search tries these fractions of the min-max scale. Two bits on heavy-tailed rows settle
+# near 0.25, eight bits near 1, and 24 steps leave the error within 0.1 % of a search four times finer.
+_SHRINK = torch.linspace(1.0, 0.2, 24).tolist()
+
+
+def check_bits(name: str, bits: int) -> None:
+    if not MIN_BITS <= bits <= MAX_BITS:
+        raise PlanError(f"{name} is {bits}, allowed are {MIN_BITS} to {MAX_BITS}")
+
+
+def code_range(bits: int) -> tuple[int, int]:
+    """Smallest and largest code of a width.
+
+    >>> code_range(3)
+    (-4, 3)
+    """
+    return -(1 << (bits - 1)), (1 << (bits - 1)) - 1
+
+
+def fit_scale(rows: Tensor, bits: int, clip: Clip = "mse") -> Tensor:
+    """A scale for each row of (r, n), as it will be stored: (r, 1), FP16 where FP16 can hold it."""
+    start = minmax_scale(rows, bits)
+    return storable(start if clip == "minmax" else mse_scale(rows, bits, start))
+
+
+def minmax_scale(rows: Tensor, bits: int) -> Tensor:
+    """The smallest scale that clips nothing: (r, n) -> (r, 1)."""
+    low, high = code_range(bits)
+    if rows.shape[1] == 0:
+        return rows.new_zeros(rows.shape[0], 1)
+    return torch.maximum(rows.amax(1, keepdim=True) / high, rows.amin(1, keepdim=True) / low).clamp_min(0)
+
+
+def mse_scale(rows: Tensor, bits: int, start: Tensor) -> Tensor:
+    """The fraction of `start` with the least squared rounding error, row by row: (r, n) -> (r, 1)."""
+    best, best_error = start, torch.full_like(start, torch.inf)
+    for shrink in _SHRINK:
+        scale = start * shrink
+        error = _nearest(rows, scale, bits).mul_(scale).sub_(rows).square_().sum(1, keepdim=True)
+        better = error < best_error
+        best, best_error = torch.where(better, scale, best), torch.where(better, error, best_error)
+    return best
+
+
+def storable(scale: Tensor) -> Tensor:
+    """Rounds scales to FP16, or to FP32 where FP16 would overflow or round a scale that matters badly."""
+    largest = scale.max().item() if scale.numel() else 0.0
+    matters = scale[scale > largest * 2.0**-20]
+    fits = matters.numel() == 0 or (matters.min().item() >= 2.0**-16 and largest <= 65504.0)
+    return scale.to(torch.float16 if fits else torch.float32)
+
+
+def to_codes(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """Nearest codes, int8. A row whose scale is zero gets zeros."""
+    return _nearest(rows, scale.to(rows.dtype), bits).to(torch.int8)
+
+
+def _nearest(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
+    low, high = code_range(bits)
+    inverse = torch.where(scale > 0, scale.reciprocal(), torch.zeros_like(scale))
+    return (rows * inverse).round_().clamp_(low, high)
+
+
+def from_codes(codes: Tensor, scale: Tensor) -> Tensor:
+    """The numbers the codes stand for, in the scale's dtype but never below FP32."""
+    wide = torch.promote_types(scale.dtype, torch.float32)
+    return codes.to(wide) * scale.to(wide)

@@ -1,0 +1,67 @@
+"""The one noun: `Encoded`, what every method makes, and what is counted, stored and decoded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.complex64,
+        torch.complex128,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+"""Every dtype a checkpoint tensor may have, by the name the file uses."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """One tensor of a model, in the form it is stored in.
+
+    `parts` holds the arrays `decode.DECODERS[kind]` needs. A part with an entry in `bits` is a matrix of
+    signed integer codes of that width, [-2^(bits-1), 2^(bits-1) - 1], held as int8; any other part is
+    held in its own dtype.
+
+    >>> Encoded("keep", (2,), torch.float32, {"values": torch.tensor([1.0, 2.0])}).numel
+    2
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: Mapping[str, Tensor]
+    bits: Mapping[str, int] = field(default_factory=dict)
+    transposed_groups: int = 0
+    """0: output channels lead. g > 0: a transposed convolution of g groups, (in, out/g, ...)."""
+    extra_zeros: int = 0
+    """Codes a threshold set to zero beyond those that rounding had already made zero."""
+    note: str = ""
+    """Why this tensor got this encoding, where a rule and not the caller chose it."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def noted(self, note: str) -> Encoded:
+        return replace(self, note=f"{note}; {self.note}" if self.note else note)

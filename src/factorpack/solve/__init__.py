@@ -1,0 +1,1 @@
+"""Solvers: from a tile matrix to good factors."""

@@ -1,0 +1,26 @@
+"""Least-squares factors: the SVD start of Algorithm 1, and the best latent for a given codebook."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def principal_basis(matrix: Tensor, rank: int) -> Tensor:
+    """The first `rank` left singular vectors of (d, n): (d, rank), orthonormal.
+
+    Taken from the d x d Gram matrix in float64, which is far cheaper than an SVD where n >> d. Each
+    vector's largest entry is made positive, so that the result does not depend on the eigensolver.
+    """
+    wide = matrix.double()
+    _, vectors = torch.linalg.eigh(wide @ wide.T)  # ascending
+    basis = vectors.flip(1)[:, :rank]
+    largest = basis.gather(0, basis.abs().argmax(0, keepdim=True))
+    return (basis * torch.where(largest < 0, -1.0, 1.0)).to(matrix.dtype)
+
+
+def best_latent(codebook: Tensor, matrix: Tensor) -> Tensor:
+    """argmin_Z ||W - C Z||_F for (d, k) and (d, n): (k, n); the least-norm one where C has no full rank."""
+    wide = codebook.double()
+    projector = torch.linalg.pinv(wide.T @ wide, rtol=1e-10, hermitian=True) @ wide.T  # (k, d)
+    return projector.to(matrix.dtype) @ matrix

@@ -1,0 +1,194 @@
+"""Checkpoints and models as one thing: named tensors that load one by one, and what is known of them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from factorpack.errors import SourceError
+
+PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+_WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SINGLES = ("model.safetensors", "pytorch_model.bin")
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor that has not been read yet."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[[], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Named tensors. `transposed_groups` is known from a model only: a file does not say it."""
+
+    entries: Mapping[str, Entry]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    transposed_groups: Mapping[str, int] = field(default_factory=dict)
+
+
+def open_source(source: nn.Module | Mapping[str, Tensor] | str | Path) -> Source:
+    """A model, a state dict, or a path: `.safetensors`, `.pt/.pth/.bin`, a Hugging Face folder or index."""
+    if isinstance(source, nn.Module):
+        groups = {
+            f"{name}.weight" if name else "weight": module.groups
+            for name, module in source.named_modules()
+            if isinstance(module, _TRANSPOSED)
+        }
+        plain = _from_state_dict(source.state_dict(keep_vars=False))
+        return Source(plain.entries, plain.aliases, groups)
+    if isinstance(source, Mapping):
+        return _from_state_dict(source)
+    return _open_path(Path(source))
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """Sorts `layer10` behind `layer9`."""
+    return [(1, int(word), "") if word.isdigit() else (0, 0, word) for word in re.split(r"(\d+)", name)]
+
+
+def _from_state_dict(state: Mapping[str, Any]) -> Source:
+    entries: dict[str, Entry] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[object, ...], str] = {}
+    for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise SourceError(f"entry {name!r} is a {type(value).__name__}, expected a tensor under a name")
+        if value.is_meta or value.layout != torch.strided:
+            raise SourceError(f"tensor {name!r} has no plain values to read: {value.device}, {value.layout}")
+        first = seen.setdefault(_identity(value), name) if value.numel() else name
+        if first != name:
+            aliases[name] = first
+        else:
+            entries[name] = Entry(tuple(value.shape), value.dtype, _constant(value.detach()))
+    return Source(entries, aliases)
+
+
+def _identity(value: Tensor) -> tuple[object, ...]:
+    return value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
+
+
+def _constant(value: Tensor) -> Callable[[], Tensor]:
+    return lambda: value
+
+
+def _open_path(path: Path) -> Source:
+    if path.is_dir():
+        return _open_folder(path)
+    if not path.exists():
+        raise SourceError(f"there is no file or folder {path}")
+    if path.name.endswith(".index.json"):
+        return _open_index(path)
+    if path.suffix == ".safetensors":
+        return Source(dict(_safetensors_entries(path)))
+    if path.suffix in PICKLED:
+        return _from_state_dict(_read_pickled(path))
+    allowed = ", ".join((".safetensors", *PICKLED, ".index.json"))
+    raise SourceError(f"{path.name} ends in {path.suffix!r}, expected one of {allowed}, or a folder")
+
+
+def _open_folder(folder: Path) -> Source:
+    for name in (*_INDEXES, *_SINGLES):
+        if (folder / name).is_file():
+            return _open_path(folder / name)
+    raise SourceError(f"the folder {folder} holds none of {', '.join((*_INDEXES, *_SINGLES))}")
+
+
+def _open_index(path: Path) -> Source:
+    """A sharded checkpoint: the index maps each tensor to a file beside it."""
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        shards = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SourceError(f"{path} is not an index with a weight_map: {error!r}") from error
+    entries: dict[str, Entry] = {}
+    for shard in shards:
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise SourceError(f"{path} names the shard {shard!r}, expected a file beside the index")
+        entries.update(_open_path(path.parent / shard).entries)
+    absent = sorted(set(weight_map) - set(entries))
+    if absent:
+        raise SourceError(f"{len(absent)} tensors of {path} are in no shard, the first is {absent[0]!r}")
+    return Source({name: entries[name] for name in weight_map})
+
+
+def _safetensors_entries(path: Path) -> Iterator[tuple[str, Entry]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            if "factorpack" in (file.metadata() or {}):
+                raise SourceError(f"{path} is a packed file already: decode it first")
+            for name in sorted(file.keys(), key=natural):
+                piece = file.get_slice(name)
+                kind = piece.get_dtype()
+                if kind not in _SAFETENSORS_DTYPES:
+                    raise SourceError(f"tensor {name!r} of {path} has the unknown type {kind}")
+                yield name, Entry(tuple(piece.get_shape()), _SAFETENSORS_DTYPES[kind], _lazy(path, name))
+    except (SafetensorError, OSError) as error:
+        raise SourceError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _lazy(path: Path, name: str) -> Callable[[], Tensor]:
+    def load() -> Tensor:
+        # Opened anew each time: a mapped file that stays open keeps every page it has read resident.
+        with safe_open(path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+    return load
+
+
+def _read_pickled(path: Path) -> Mapping[str, Any]:
+    """A torch checkpoint, read with `weights_only=True` and never otherwise."""
+    try:
+        loaded = _torch_load(path)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise SourceError(
+            f"{path} cannot be read as plain tensors: {reason} "
+            "(factorpack never runs code from a checkpoint; save the model's state_dict() and use that)"
+        ) from error
+    if isinstance(loaded, Mapping):
+        for wrapper in _WRAPPERS:
+            inner = loaded.get(wrapper)
+            if isinstance(inner, Mapping) and all(isinstance(value, Tensor) for value in inner.values()):
+                return inner
+        return loaded
+    raise SourceError(f"{path} holds a {type(loaded).__name__}, expected a state dict")
+
+
+def _torch_load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        if "mmap" not in str(error):
+            raise
+        return torch.load(path, map_location="cpu", weights_only=True)  # the old, unzipped layout
