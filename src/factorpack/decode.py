@@ -18,7 +18,11 @@ _SCALES = (torch.float16, torch.float32)
 
 def decode(encoded: Encoded) -> Tensor:
     """The weight an `Encoded` stands for, in its own dtype and shape."""
-    return DECODERS[encoded.kind](encoded).to(encoded.dtype)
+    weight = DECODERS[encoded.kind](encoded)
+    if encoded.kind != "keep" and encoded.dtype.itemsize < 4:
+        limit = torch.finfo(encoded.dtype).max  # the nearest code may lie beyond what a narrow type holds
+        weight = weight.clamp(-limit, limit)
+    return weight.to(encoded.dtype)
 
 
 def factors(encoded: Encoded) -> Tensor:
@@ -26,7 +30,7 @@ def factors(encoded: Encoded) -> Tensor:
     codebook = from_codes(encoded.parts["codebook"], encoded.parts["codebook_scale"])
     latent = from_codes(encoded.parts["latent"], encoded.parts["latent_scale"])
     mean = encoded.parts.get("mean")
-    matrix = codebook @ latent if mean is None else torch.addmm(mean, codebook, latent)
+    matrix = codebook @ latent if mean is None else torch.addmm(mean.to(latent.dtype), codebook, latent)
     return from_tiles(matrix, encoded.shape, encoded.transposed_groups)
 
 
@@ -38,7 +42,7 @@ def scalar(encoded: Encoded) -> Tensor:
 
 
 def keep(encoded: Encoded) -> Tensor:
-    return encoded.parts["values"]
+    return encoded.parts["values"].clone()  # a caller may train what it gets
 
 
 DECODERS: dict[str, Callable[[Encoded], Tensor]] = {"factors": factors, "scalar": scalar, "keep": keep}
@@ -61,13 +65,23 @@ def specs(encoded: Encoded) -> dict[str, PartSpec]:
     }
 
 
-def check(kind: str, shape: tuple[int, ...], transposed_groups: int, parts: Mapping[str, PartSpec]) -> None:
-    """Raises FormatError unless the parts are those `kind` needs for a weight of this shape."""
+def check(
+    kind: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    transposed_groups: int,
+    parts: Mapping[str, PartSpec],
+) -> None:
+    """Raises FormatError unless the parts are those `kind` needs for a weight of this shape and type."""
     if kind not in _CHECKS:
         raise FormatError(f"unknown kind {kind!r}, known are {', '.join(_CHECKS)}")
     if transposed_groups and (len(shape) < 3 or transposed_groups < 0 or shape[0] % transposed_groups):
         raise FormatError(f"shape {shape} is not a transposed convolution of {transposed_groups} groups")
     _CHECKS[kind](shape, transposed_groups, parts)
+    # Only floats are ever rounded to another type: anything else would change when it is decoded.
+    stored = parts["values"].dtype if kind == "keep" else torch.float32
+    if stored != dtype and not (stored.is_floating_point and dtype.is_floating_point):
+        raise FormatError(f"{stored} values cannot stand for a {dtype} tensor")
 
 
 def _check_factors(shape: tuple[int, ...], _: int, parts: Mapping[str, PartSpec]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -78,15 +78,17 @@ class Packed(Mapping[str, Encoded]):
         if names != set(targets):
             missing, extra = sorted(set(targets) - names), sorted(names - set(targets))
             raise SourceError(f"the model lacks {extra[:5]}, the file lacks {missing[:5]}")
+        shapes = self.shapes()
+        for name, target in targets.items():
+            if shapes[name][1] != tuple(target.shape):
+                raise SourceError(
+                    f"tensor {name!r} is {shapes[name][1]} in the file, {tuple(target.shape)} in the model"
+                )
+            if target.is_meta:
+                raise SourceError(f"the model's tensor {name!r} is on the meta device: use to_empty() first")
         with torch.no_grad():
-            for name in targets:
-                weight = decode(self[name])
-                if weight.shape != targets[name].shape:
-                    raise SourceError(
-                        f"tensor {name!r} is {tuple(weight.shape)} in the file, "
-                        f"{tuple(targets[name].shape)} in the model"
-                    )
-                targets[name].copy_(weight)
+            for name, target in targets.items():
+                target.copy_(decode(self[name]))
         return model
 
     def size(self) -> SizeReport:
@@ -184,7 +186,7 @@ def _encode(name: str, source: Source, choice: Choice) -> Encoded:
     return encoded.noted(choice.note) if choice.note else encoded
 
 
-def _write(path: str | Path, tensors: Iterator[tuple[str, Encoded]], aliases: Mapping[str, str]) -> None:
+def _write(path: str | Path, tensors: Iterable[tuple[str, Encoded]], aliases: Mapping[str, str]) -> None:
     with Writer(path) as writer:
         for name, encoded in tensors:
             writer.add(name, encoded)

@@ -45,9 +45,15 @@ class Progress:
 
 def _bar() -> RichProgress:
     from rich.console import Console
-    from rich.progress import BarColumn, ProgressColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        ProgressColumn,
+        Task,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
     from rich.progress import Progress as RichProgress
-    from rich.progress import Task
     from rich.text import Text
 
     class Rate(ProgressColumn):

@@ -35,6 +35,15 @@ class TensorSize:
     words: str
     """Rank, bits and sparsity in plain words."""
     note: str
+    source_bytes: int
+    """Its bytes in the type it came in."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in the file, or at fixed width before there is one."""
+        if self.stored_bytes is None:
+            return sum(self.fixed_bits.values()) // 8
+        return sum(self.stored_bytes.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +54,10 @@ class SizeReport:
     original_bytes: int
     paper_ratio: float
     file_bytes: int | None = None
+
+    @property
+    def source_bytes(self) -> int:
+        return sum(line.source_bytes for line in self.tensors)
 
     @property
     def file_ratio(self) -> float | None:
@@ -109,12 +122,11 @@ def _tensor_size(name: str, encoded: Encoded, stored: Mapping[str, int] | None) 
         stored,
         words(encoded),
         encoded.note,
+        encoded.dtype.itemsize * encoded.numel,
     )
 
 
-def _itemised(
-    part_bytes: Mapping[str, Mapping[str, int]], file_bytes: int
-) -> dict[str, dict[str, int]]:
+def _itemised(part_bytes: Mapping[str, Mapping[str, int]], file_bytes: int) -> dict[str, dict[str, int]]:
     """Stored bytes by item. The file's header is shared out evenly, so that the lines sum to the file."""
     header = file_bytes - sum(sum(parts.values()) for parts in part_bytes.values())
     share, rest = divmod(header, max(len(part_bytes), 1))

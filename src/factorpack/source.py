@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from factorpack.errors import SourceError
 
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+SHARDS = (".safetensors", *PICKLED)
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = ("model.safetensors", "pytorch_model.bin")
@@ -73,7 +73,7 @@ def open_source(source: nn.Module | Mapping[str, Tensor] | str | Path) -> Source
 
 def natural(name: str) -> list[tuple[int, int, str]]:
     """Sorts `layer10` behind `layer9`."""
-    return [(1, int(word), "") if word.isdigit() else (0, 0, word) for word in re.split(r"(\d+)", name)]
+    return [(1, int(word), "") if word.isdecimal() else (0, 0, word) for word in re.split(r"(\d+)", name)]
 
 
 def _from_state_dict(state: Mapping[str, Any]) -> Source:
@@ -112,7 +112,7 @@ def _open_path(path: Path) -> Source:
         return Source(dict(_safetensors_entries(path)))
     if path.suffix in PICKLED:
         return _from_state_dict(_read_pickled(path))
-    allowed = ", ".join((".safetensors", *PICKLED, ".index.json"))
+    allowed = ", ".join((*SHARDS, ".index.json"))
     raise SourceError(f"{path.name} ends in {path.suffix!r}, expected one of {allowed}, or a folder")
 
 
@@ -128,17 +128,27 @@ def _open_index(path: Path) -> Source:
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
         shards = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SourceError(f"{path} is not an index with a weight_map: {error!r}") from error
     entries: dict[str, Entry] = {}
+    aliases: dict[str, str] = {}
     for shard in shards:
-        if not isinstance(shard, str) or Path(shard).name != shard:
+        if not _is_shard(shard) or (path.parent / shard).is_dir():
             raise SourceError(f"{path} names the shard {shard!r}, expected a file beside the index")
-        entries.update(_open_path(path.parent / shard).entries)
-    absent = sorted(set(weight_map) - set(entries))
+        opened = _open_path(path.parent / shard)
+        entries.update(opened.entries)
+        aliases.update(opened.aliases)
+    absent = sorted(set(weight_map) - set(entries) - set(aliases))
     if absent:
         raise SourceError(f"{len(absent)} tensors of {path} are in no shard, the first is {absent[0]!r}")
-    return Source({name: entries[name] for name in weight_map})
+    wanted = {aliases.get(name, name): None for name in weight_map}
+    tied = {name: target for name, target in aliases.items() if name in weight_map}
+    return Source({name: entries[name] for name in wanted}, tied)
+
+
+def _is_shard(name: object) -> bool:
+    """A file name and nothing else: no folder, no way up, no other index that could name this one."""
+    return isinstance(name, str) and Path(name).name == name and Path(name).suffix in SHARDS
 
 
 def _safetensors_entries(path: Path) -> Iterator[tuple[str, Entry]]:
@@ -170,8 +180,9 @@ def _read_pickled(path: Path) -> Mapping[str, Any]:
     """A torch checkpoint, read with `weights_only=True` and never otherwise."""
     try:
         loaded = _torch_load(path)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except Exception as error:  # a damaged pickle trips torch's restricted reader in a dozen ways
+        # Only the first sentence: torch goes on to recommend loading it unsafely.
+        reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
         raise SourceError(
             f"{path} cannot be read as plain tensors: {reason} "
             "(factorpack never runs code from a checkpoint; save the model's state_dict() and use that)"

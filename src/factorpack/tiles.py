@@ -22,7 +22,7 @@ def out_first(weight: Tensor, transposed_groups: int = 0) -> Tensor:
         raise PlanError(
             f"shape {tuple(weight.shape)} is not a transposed convolution of {transposed_groups} groups"
         )
-    grouped = weight.unflatten(0, (transposed_groups, -1))  # (g, in/g, out/g, ...)
+    grouped = weight.reshape(transposed_groups, -1, *weight.shape[1:])  # (g, in/g, out/g, ...)
     return grouped.transpose(1, 2).flatten(0, 1)  # (out, in/g, ...)
 
 
@@ -30,7 +30,7 @@ def from_out_first(weight: Tensor, transposed_groups: int = 0) -> Tensor:
     """The inverse of `out_first`."""
     if transposed_groups == 0:
         return weight
-    grouped = weight.unflatten(0, (transposed_groups, -1))  # (g, out/g, in/g, ...)
+    grouped = weight.reshape(transposed_groups, -1, *weight.shape[1:])  # (g, out/g, in/g, ...)
     return grouped.transpose(1, 2).flatten(0, 1)  # (in, out/g, ...)
 
 

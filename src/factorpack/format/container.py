@@ -21,13 +21,12 @@ from factorpack.decode import check, specs
 from factorpack.errors import FormatError, SourceError
 from factorpack.format import schema as schemas
 from factorpack.format.atomic import atomic_write
-from factorpack.format.schema import PartRow, Schema, TensorRow
+from factorpack.format.schema import RESERVED, SMALL, PartRow, Schema, TensorRow
 from factorpack.format.streams import decode_part, encode_part, raw_bytes
 from factorpack.record import DTYPES, Encoded, dtype_name
 
 METADATA_KEY = "factorpack"
-SMALL = "factorpack.small"
-SMALL_BYTES = 2048
+SMALL_BYTES = 16384
 """Streams below this share one entry: an entry of its own costs a tensor about 100 bytes of header."""
 
 SAFETENSORS_TYPES = {
@@ -69,6 +68,7 @@ class Writer:
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self._rows: list[TensorRow] = []
+        self._names: set[str] = set()
         self._aliases: dict[str, str] = {}
         self._small: list[bytes] = []
 
@@ -82,31 +82,17 @@ class Writer:
         return self
 
     def add(self, name: str, encoded: Encoded) -> None:
-        if name in (SMALL, "__metadata__"):
+        if name in RESERVED:
             raise SourceError(f"a tensor cannot be called {name!r}: the file uses that name itself")
-        check(encoded.kind, encoded.shape, encoded.transposed_groups, specs(encoded))
-        _check_numbers(encoded)
-        streams: list[bytes] = []
-        parts: dict[str, PartRow] = {}
-        for part_name, spec in specs(encoded).items():
-            codec, data = encode_part(encoded.parts[part_name], spec.bits)
-            parts[part_name] = PartRow(codec, spec, len(data))
-            streams.append(data)
-        filler_bytes = schemas.filler_for(encoded.numel, sum(map(len, streams)))
-        stream = b"".join([*streams, bytes(filler_bytes)])
-        row = TensorRow(
-            name,
-            encoded.kind,
-            dtype_name(encoded.dtype),
-            encoded.shape,
-            parts,
-            zlib.crc32(stream),
-            filler_bytes,
-            encoded.transposed_groups,
-            encoded.extra_zeros,
-            encoded.note,
-        )
+        if name in self._names:
+            raise SourceError(f"tensor {name!r} has been added already")
+        try:
+            row, stream = _make_row(name, encoded)
+        except FormatError as error:
+            error.add_note(f"while writing tensor {name!r}")
+            raise
         self._rows.append(row)
+        self._names.add(name)
         if _is_small(row):
             self._small.append(stream)
         else:
@@ -124,6 +110,7 @@ class Writer:
                 self._finish()
 
     def _finish(self) -> None:
+        schemas.check_aliases(self._names, self._aliases)
         self._spool.write(b"".join(self._small))
         metadata = schemas.dump(Schema(tuple(self._rows), self._aliases))
         entries = [(name, "U8", (size,), size) for name, size in _entry_sizes(self._rows).items()]
@@ -147,6 +134,7 @@ class Reader(Mapping[str, Encoded]):
         try:
             self._file = safe_open(self.path, framework="numpy")
             metadata = self._file.metadata() or {}
+            _check_header(self.path)
         except (SafetensorError, OSError) as error:
             raise FormatError(f"{self.path} is not a whole safetensors file: {error}") from error
         if set(metadata) != {METADATA_KEY}:
@@ -162,7 +150,7 @@ class Reader(Mapping[str, Encoded]):
         has_small = SMALL in self._file.keys()  # noqa: SIM118, a method and not a mapping
         self._small: NDArray[np.uint8] = self._file.get_tensor(SMALL) if has_small else np.zeros(0, np.uint8)
         for row in self.schema.tensors:
-            if zlib.crc32(self._stream(row)) != row.crc:
+            if zlib.crc32(self._stream(row).data) != row.crc:
                 raise FormatError(f"tensor {row.name!r}: the checksum does not match, the file is damaged")
 
     @property
@@ -204,6 +192,35 @@ class Reader(Mapping[str, Encoded]):
         return self._small[start : start + row.stored_bytes]
 
 
+def _make_row(name: str, encoded: Encoded) -> tuple[TensorRow, bytes]:
+    """A tensor's row of the schema and its stream."""
+    check(encoded.kind, encoded.shape, encoded.dtype, encoded.transposed_groups, specs(encoded))
+    _check_numbers(encoded)
+    streams: list[bytes] = []
+    parts: dict[str, PartRow] = {}
+    for part_name, spec in specs(encoded).items():
+        codec, data = encode_part(encoded.parts[part_name], spec.bits)
+        parts[part_name] = PartRow(codec, spec, len(data))
+        streams.append(data)
+    numel = schemas.largest_numel(encoded.shape, specs(encoded).values())
+    filler_bytes = schemas.filler_for(numel, sum(map(len, streams)))
+    stream = b"".join([*streams, bytes(filler_bytes)])
+    row = TensorRow(
+        name,
+        encoded.kind,
+        dtype_name(encoded.dtype),
+        encoded.shape,
+        parts,
+        zlib.crc32(stream),
+        filler_bytes,
+        encoded.transposed_groups,
+        encoded.extra_zeros,
+        encoded.note,
+    )
+    schemas.check_row(row)
+    return row, stream
+
+
 def _read_row(row: TensorRow, stream: bytes) -> Encoded:
     parts, start = {}, 0
     for name, part in row.parts.items():
@@ -213,7 +230,7 @@ def _read_row(row: TensorRow, stream: bytes) -> Encoded:
         except FormatError as error:
             raise FormatError(f"part {name!r}: {error}") from error
         start = end
-    if any(stream[start:]):
+    if stream[start:].strip(b"\0"):
         raise FormatError("the filler is not zero")
     bits = {name: part.spec.bits for name, part in row.parts.items() if part.spec.bits}
     encoded = Encoded(
@@ -241,6 +258,12 @@ def _check_numbers(encoded: Encoded) -> None:
             raise FormatError(f"part {name!r} holds a negative scale")
 
 
+def _check_header(path: Path) -> None:
+    """safetensors lets a name stand twice in its header, and takes the last."""
+    with path.open("rb") as file:
+        schemas.strict_json(file.read(int.from_bytes(file.read(8), "little")))
+
+
 def _is_small(row: TensorRow) -> bool:
     return row.stored_bytes < SMALL_BYTES
 
@@ -262,7 +285,9 @@ def _small_starts(rows: Iterable[TensorRow]) -> dict[str, int]:
     return starts
 
 
-def write_plain(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], values: Iterable[Tensor]) -> None:
+def write_plain(
+    path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], values: Iterable[Tensor]
+) -> None:
     """Writes an ordinary safetensors file, taking the values one by one in the order of `tensors`."""
     entries = []
     for name, (dtype, shape) in tensors.items():

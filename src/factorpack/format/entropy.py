@@ -21,7 +21,6 @@ TOTAL = 1 << TOTAL_BITS
 """Frequencies of a model sum to this."""
 MAX_GROUPS = 32
 _HEADER = struct.Struct("<bBB")  # lowest code, alphabet size - 1, groups - 1
-_LINEAR_SEARCH = 16  # up to here constriction's lazy model, a linear search, decodes faster
 
 Codes = NDArray[np.int8]
 Counts = NDArray[np.int64]
@@ -89,6 +88,8 @@ def _decode_words(
     for group, frequency in enumerate(frequencies):
         rows = np.flatnonzero(index == group)
         symbols = coder.decode(_model(frequency), len(rows) * columns)
+        if len(frequency) == 1 and symbols.any():
+            raise FormatError("an entropy-coded message holds a code that its model lacks")
         codes[rows] = (symbols + low).astype(np.int8).reshape(len(rows), columns)
     if not coder.is_empty():
         raise FormatError("an entropy-coded message is longer than its codes")
@@ -111,12 +112,11 @@ def _model(frequencies: Counts) -> object:
     """
     if len(frequencies) == 1:  # constriction wants two symbols; the second gets 2^-24 of the range
         frequencies = np.array([TOTAL, 0])
-    lazy = len(frequencies) <= _LINEAR_SEARCH
-    return constriction.stream.model.Categorical(frequencies.astype(np.float64), perfect=False, lazy=lazy)
+    return constriction.stream.model.Categorical(frequencies.astype(np.float64), perfect=False)
 
 
 def _index_width(groups: int) -> int:
-    return (groups - 1).bit_length()
+    return int(groups - 1).bit_length()
 
 
 def _histograms(symbols: NDArray[np.int32], alphabet: int) -> Counts:
@@ -139,7 +139,7 @@ def _best_grouping(histograms: Counts) -> _Grouping:
 
 def _side_bits(histograms: Counts, groups: int) -> int:
     rows, alphabet = histograms.shape
-    return rows * _index_width(groups) + groups * (alphabet - 1) * (TOTAL_BITS + 1)
+    return int(rows) * _index_width(groups) + groups * (int(alphabet) - 1) * (TOTAL_BITS + 1)
 
 
 def _message_bits(histograms: Counts, grouping: _Grouping) -> float:
@@ -169,7 +169,8 @@ def _group(histograms: Counts, groups: int, rounds: int = 8) -> _Grouping:
 def _row_bits(histograms: Counts) -> NDArray[np.float64]:
     """Empirical code length of each row under its own histogram."""
     share = histograms / np.maximum(histograms.sum(1, keepdims=True), 1)
-    return -(histograms * np.log2(np.maximum(share, 1e-12))).sum(1)
+    bits: NDArray[np.float64] = -(histograms * np.log2(np.maximum(share, 1e-12))).sum(1)
+    return bits
 
 
 def _fit(histograms: Counts, group_of: NDArray[np.int64], groups: int) -> Counts:

@@ -6,8 +6,9 @@ import base64
 import binascii
 import json
 import math
+import reprlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,9 @@ MAX_JSON_BYTES = 1 << 25
 MAX_DIMENSIONS = 8
 EXPANSION = 1024
 """A tensor of m numbers takes at least m / EXPANSION bytes, so no small file can ask for much memory."""
+SMALL = "factorpack.small"
+RESERVED = (SMALL, "__metadata__")
+"""Names the container uses itself."""
 _MAX_INT = 1 << 48
 
 
@@ -60,9 +64,26 @@ class Schema:
     aliases: Mapping[str, str]
 
 
+def largest_numel(shape: tuple[int, ...], parts: Iterable[PartSpec]) -> int:
+    """Numbers in the largest array that decoding a tensor makes: a codebook may outgrow its weight."""
+    return max([math.prod(shape), *(math.prod(part.shape) for part in parts)])
+
+
 def filler_for(numel: int, stored_bytes: int) -> int:
     """Zero bytes a tensor's stream must be filled up with to keep the EXPANSION rule."""
     return max(0, math.ceil(numel / EXPANSION) - stored_bytes)
+
+
+def check_row(row: TensorRow) -> None:
+    """Raises FormatError where `parse` would, so that no file is written that cannot be read."""
+    _checked_row(_row_to_json(row))
+
+
+def check_aliases(names: Collection[str], aliases: Mapping[str, object]) -> None:
+    for alias, target in aliases.items():
+        _name(alias)
+        if alias in names or not isinstance(target, str) or target not in names:
+            raise FormatError(f"alias {alias!r} of {_short(target)}: expected a new name for a tensor")
 
 
 def dump(schema: Schema) -> str:
@@ -78,40 +99,42 @@ def dump(schema: Schema) -> str:
 
 def parse(metadata: str) -> Schema:
     """The inverse of `dump`, for text from anywhere."""
-    envelope = _object(_json(metadata), "envelope", {"version", "crc", "schema"})
-    if envelope["version"] != VERSION:
-        raise FormatError(f"file version {envelope['version']!r}, this reader knows version {VERSION}")
-    text = _inflate(envelope["schema"], envelope["crc"])
-    document = _object(_json(text), "schema", {"tensors", "aliases"})
+    envelope = _object(strict_json(metadata), "envelope", {"version", "crc", "schema"})
+    if _integer(envelope["version"], "the file version") != VERSION:
+        raise FormatError(f"file version {envelope['version']}, this reader knows version {VERSION}")
+    text = _inflate(envelope["schema"], _integer(envelope["crc"], "the schema's checksum"))
+    document = _object(strict_json(text), "schema", {"tensors", "aliases"})
     if not isinstance(document["tensors"], list) or not isinstance(document["aliases"], dict):
         raise FormatError("the schema's tensors are not a list, or its aliases not a table")
     rows = tuple(_checked_row(item) for item in document["tensors"])
-    names = {row.name for row in rows}
-    if len(names) != len(rows):
-        raise FormatError("two tensors of the schema have the same name")
-    for alias, target in document["aliases"].items():
-        if alias in names or target not in names:
-            raise FormatError(f"alias {alias!r} of {target!r} does not point from a new name to a tensor")
+    names: set[str] = set()
+    for row in rows:
+        if row.name in names:
+            raise FormatError(f"tensor {row.name!r} stands twice in the schema")
+        names.add(row.name)
+    check_aliases(names, document["aliases"])
     return Schema(rows, document["aliases"])
 
 
-def _inflate(field: object, crc: object) -> bytes:
+def _inflate(field: object, crc: int) -> bytes:
     if not isinstance(field, str):
         raise FormatError("the schema is not text")
     try:
         packed = base64.b64decode(field, validate=True)
-        if zlib.crc32(packed) != crc:
+        # base64 ignores the last character's spare bits, so the text itself is compared as well.
+        if zlib.crc32(packed) != crc or base64.b64encode(packed).decode() != field:
             raise FormatError("the schema's checksum does not match: the file is damaged")
         inflater = zlib.decompressobj()
-        text = inflater.decompress(packed, MAX_JSON_BYTES)
+        text = inflater.decompress(packed, MAX_JSON_BYTES + 1)
     except (binascii.Error, zlib.error, ValueError) as error:
         raise FormatError(f"the schema cannot be read: {error}") from error
-    if not inflater.eof or inflater.unused_data:
+    if not inflater.eof or inflater.unused_data or len(text) > MAX_JSON_BYTES:
         raise FormatError(f"the schema is cut short, or longer than {MAX_JSON_BYTES} bytes")
     return text
 
 
-def _json(text: str | bytes) -> object:
+def strict_json(text: str | bytes) -> object:
+    """JSON from anywhere, in which no key may stand twice."""
     try:
         return json.loads(text, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
@@ -119,9 +142,11 @@ def _json(text: str | bytes) -> object:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise FormatError("a key stands twice in the metadata")
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise FormatError(f"the key {_short(key)} stands twice in the metadata")
+        table[key] = value
     return table
 
 
@@ -130,7 +155,7 @@ def _object(
 ) -> dict[str, Any]:
     if not isinstance(value, dict) or not needed <= set(value) <= needed | optional:
         found = sorted(value) if isinstance(value, dict) else type(value).__name__
-        raise FormatError(f"the {what} holds {found}, expected {sorted(needed)}")
+        raise FormatError(f"the {what} holds {_short(found)}, expected {sorted(needed)}")
     return value
 
 
@@ -139,10 +164,16 @@ _OPTIONAL = {"filler_bytes": 0, "transposed_groups": 0, "extra_zeros": 0, "note"
 
 def _row_to_json(row: TensorRow) -> dict[str, Any]:
     parts = {
-        name: [part.codec, part.spec.bits or dtype_name(part.spec.dtype), part.spec.shape, part.stored_bytes]
+        name: [
+            part.codec,
+            part.spec.bits or dtype_name(part.spec.dtype),
+            list(part.spec.shape),
+            part.stored_bytes,
+        ]
         for name, part in row.parts.items()
     }
-    fields = {"name": row.name, "kind": row.kind, "dtype": row.dtype, "shape": row.shape, "parts": parts}
+    shape = list(row.shape)
+    fields = {"name": row.name, "kind": row.kind, "dtype": row.dtype, "shape": shape, "parts": parts}
     extras = {key: getattr(row, key) for key, usual in _OPTIONAL.items() if getattr(row, key) != usual}
     return {**fields, "crc": row.crc, **extras}
 
@@ -152,8 +183,7 @@ def _checked_row(item: object) -> TensorRow:
     fields = _object(
         item, "tensor row", {"name", "kind", "dtype", "shape", "parts", "crc"}, frozenset(_OPTIONAL)
     )
-    if not isinstance(fields["name"], str):
-        raise FormatError(f"a tensor's name is {fields['name']!r}")
+    _name(fields["name"])
     try:
         return _row(fields)
     except FormatError as error:
@@ -162,7 +192,7 @@ def _checked_row(item: object) -> TensorRow:
 
 def _row(fields: dict[str, Any]) -> TensorRow:
     kind, dtype, parts, note = fields["kind"], fields["dtype"], fields["parts"], fields.get("note", "")
-    if not isinstance(kind, str) or not isinstance(parts, dict) or not isinstance(note, str):
+    if not isinstance(kind, str) or not isinstance(parts, dict) or not _is_text(note):
         raise FormatError("kind or note is not text, or parts is not a table")
     row = TensorRow(
         name=fields["name"],
@@ -176,18 +206,22 @@ def _row(fields: dict[str, Any]) -> TensorRow:
         extra_zeros=_integer(fields.get("extra_zeros", 0), "extra_zeros"),
         note=note,
     )
-    numel = math.prod(row.shape)
+    specs = {name: part.spec for name, part in row.parts.items()}
+    numel = largest_numel(row.shape, specs.values())
     if numel > EXPANSION * row.stored_bytes:
-        raise FormatError(f"claims {numel} numbers in {row.stored_bytes} bytes, allowed are {EXPANSION} a byte")
-    check(row.kind, row.shape, row.transposed_groups, {name: part.spec for name, part in row.parts.items()})
-    if row.extra_zeros > numel:
-        raise FormatError(f"claims {row.extra_zeros} extra zeros among {numel} numbers")
+        raise FormatError(
+            f"claims {numel} numbers in {row.stored_bytes} bytes, allowed are {EXPANSION} a byte"
+        )
+    check(row.kind, row.shape, DTYPES[row.dtype], row.transposed_groups, specs)
+    latents = math.prod(specs["latent"].shape) if "latent" in specs else 0
+    if row.extra_zeros > latents:
+        raise FormatError(f"claims {row.extra_zeros} extra zeros among {latents} latents")
     return row
 
 
 def _part(value: object) -> PartRow:
     if not isinstance(value, list) or len(value) != 4 or value[0] not in CODECS:
-        raise FormatError(f"a part is {value!r}, expected [codec, type, shape, bytes]")
+        raise FormatError(f"a part is {_short(value)}, expected [codec, type, shape, bytes]")
     codec, kind, shape, stored_bytes = value
     is_codes = isinstance(kind, int)
     bits = _integer(kind, "bits") if is_codes else 0
@@ -203,22 +237,38 @@ def _part(value: object) -> PartRow:
     return part
 
 
+def _short(value: object) -> str:
+    """What a hostile file holds, in no more words than an error has room for."""
+    return reprlib.repr(value)
+
+
+def _is_text(value: object) -> bool:
+    """Whether a value is a string that can be written: JSON can smuggle in half a surrogate pair."""
+    return isinstance(value, str) and value.encode(errors="replace").decode() == value
+
+
+def _name(value: object) -> None:
+    if not _is_text(value) or value in RESERVED:
+        raise FormatError(f"a tensor is called {_short(value)}: expected text other than {RESERVED}")
+
+
 def _dtype_name(value: object) -> str:
     if not isinstance(value, str) or value not in DTYPES:
-        raise FormatError(f"unknown type {value!r}, known are {', '.join(DTYPES)}")
+        raise FormatError(f"unknown type {_short(value)}, known are {', '.join(DTYPES)}")
     return value
 
 
 def _integer(value: object, what: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_INT:
-        raise FormatError(f"{what} is {value!r}, expected a whole number from 0 to 2^48")
+        raise FormatError(f"{what} is {_short(value)}, expected a whole number from 0 to 2^48")
     return value
 
 
 def _shape(value: object) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
-        raise FormatError(f"a shape is {value!r}, expected at most {MAX_DIMENSIONS} whole numbers")
+        raise FormatError(f"a shape is {_short(value)}, expected at most {MAX_DIMENSIONS} whole numbers")
     shape = tuple(_integer(size, "a dimension") for size in value)
-    if math.prod(shape) > _MAX_INT:
+    # An empty tensor's other dimensions count too: torch multiplies them into strides.
+    if math.prod(max(size, 1) for size in shape) > _MAX_INT:
         raise FormatError(f"a shape of {shape} has more than 2^48 numbers")
     return shape

@@ -23,6 +23,7 @@ def encode_part(part: Tensor, bits: int) -> tuple[str, bytes]:
     if not bits:
         return RAW, raw_bytes(part)
     codes = part.cpu().numpy()
+    _check_range(codes, bits)
     fixed_bytes = packed_bytes(codes.size, bits)
     coded = entropy.encode(codes)
     if len(coded) < fixed_bytes:
@@ -36,14 +37,19 @@ def decode_part(codec: str, data: bytes, spec: PartSpec) -> Tensor:
     if codec == RAW:
         return _from_raw(data, spec)
     rows, columns = spec.shape
-    low, high = code_range(spec.bits)
     if codec == PACKED:
+        low, _ = code_range(spec.bits)
         codes = (unpack(data, rows * columns, spec.bits).astype(np.int16) + low).astype(np.int8)
     else:
         codes = entropy.decode(data, rows, columns)
-        if codes.size and (int(codes.min()) < low or int(codes.max()) > high):
-            raise FormatError(f"codes {codes.min()} to {codes.max()} do not fit {spec.bits} bits")
+        _check_range(codes, spec.bits)
     return torch.from_numpy(codes.reshape(rows, columns))
+
+
+def _check_range(codes: entropy.Codes, bits: int) -> None:
+    low, high = code_range(bits)
+    if int(codes.min()) < low or int(codes.max()) > high:
+        raise FormatError(f"codes {codes.min()} to {codes.max()} do not fit {bits} bits")
 
 
 def raw_size(spec: PartSpec) -> int:
@@ -52,7 +58,9 @@ def raw_size(spec: PartSpec) -> int:
 
 def raw_bytes(values: Tensor) -> bytes:
     """Little-endian bytes, row by row."""
-    flat = values.detach().cpu().contiguous().reshape(-1)
+    whole = values.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # A single number counts as contiguous whatever its stride, but only stride 1 can be seen as bytes.
+    flat = whole.as_strided((whole.numel(),), (1,))
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 

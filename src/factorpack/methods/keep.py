@@ -11,6 +11,8 @@ from torch import Tensor
 from factorpack.errors import PlanError, WeightError
 from factorpack.record import DTYPES, Encoded
 
+_FLOATS = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point}
+
 
 @dataclass(frozen=True, slots=True)
 class Keep:
@@ -24,26 +26,34 @@ class Keep:
     name: ClassVar[str] = "keep"
 
     def __post_init__(self) -> None:
-        if self._dtype is not None and not self._dtype.is_floating_point:
-            raise PlanError(f"Keep rounds to a float type, not {self.dtype}")
+        if self._dtype is not None and self._dtype not in _FLOATS.values():
+            raise PlanError(f"Keep rounds to one of {', '.join(_FLOATS)}, not to {self.dtype}")
 
     @property
     def _dtype(self) -> torch.dtype | None:
         if self.dtype is None or isinstance(self.dtype, torch.dtype):
             return self.dtype
-        if self.dtype not in DTYPES:
-            floats = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
-            raise PlanError(f"unknown dtype {self.dtype!r}, known are {', '.join(floats)}")
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
+            raise PlanError(f"unknown dtype {self.dtype!r}, known are {', '.join(_FLOATS)}")
         return DTYPES[self.dtype]
 
     def encode(self, weight: Tensor, transposed_groups: int = 0) -> Encoded:
         if weight.dtype not in DTYPES.values():
             raise WeightError(f"{weight.dtype} cannot be stored, known are {', '.join(DTYPES)}")
-        values = weight.detach().contiguous()
+        # A copy: the model it came from may go on training.
+        values = weight.detach().clone(memory_format=torch.contiguous_format)
         if self._dtype is not None and values.is_floating_point():
             rounded = values.to(self._dtype)
-            if bool((rounded.isinf() & values.isfinite()).any()):
-                raise WeightError(f"values up to {values.abs().max():.3g} overflow {self._dtype}")
+            if _overflows(values, rounded):
+                raise WeightError(f"values up to {values.double().abs().max():.3g} overflow {self._dtype}")
             values = rounded
         shape = tuple(weight.shape)
         return Encoded("keep", shape, weight.dtype, {"values": values}, {}, transposed_groups)
+
+
+def _overflows(values: Tensor, rounded: Tensor) -> bool:
+    """Whether rounding, or the way back, clips a number or makes it infinite."""
+    wide = values.dtype if values.dtype.itemsize >= 4 else torch.float32  # 8-bit floats cannot be compared
+    before, after = values.to(wide), rounded.to(values.dtype).to(wide)
+    clipped = before.isfinite() & (before.abs() > torch.finfo(rounded.dtype).max)
+    return bool((clipped | (before.isfinite() != after.isfinite())).any())

@@ -61,7 +61,7 @@ def as_finite(weight: Tensor) -> Tensor:
         raise WeightError(f"{weight.dtype} values cannot be compressed, only kept")
     if weight.numel() == 0:
         raise WeightError(f"an empty tensor of shape {tuple(weight.shape)} cannot be compressed, only kept")
-    working = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    working = weight.detach().to(weight.dtype if weight.dtype.itemsize >= 4 else torch.float32)
     bad = working.numel() - int(working.isfinite().sum())
     if bad:
         raise WeightError(
@@ -69,5 +69,7 @@ def as_finite(weight: Tensor) -> Tensor:
         )
     largest = working.abs().max().item()
     if largest > 1e36:
-        raise WeightError(f"weights up to {largest:.3g} leave no room for FP32 arithmetic; exclude the tensor")
+        raise WeightError(
+            f"weights up to {largest:.3g} leave no room for FP32 arithmetic; exclude the tensor"
+        )
     return working

@@ -17,7 +17,8 @@ from factorpack.solve.factor import best_latent, principal_basis
 from factorpack.solve.threshold import extra_zero_mask
 from factorpack.tiles import tile_count, to_tiles
 
-SMALLEST_TILE = 16
+SMALLEST_HALVED_TILE = 16
+TILES = (2, 4096)
 FALLBACK = Scalar(bits=8)
 
 
@@ -53,8 +54,8 @@ class QSPCA:
         check_type("center", self.center, bool)
         check_bits("latent_bits", self.latent_bits)
         check_bits("codebook_bits", self.codebook_bits)
-        if not SMALLEST_TILE <= self.tile <= 4096:
-            raise PlanError(f"tile is {self.tile}, allowed are {SMALLEST_TILE} to 4096")
+        if not TILES[0] <= self.tile <= TILES[1]:
+            raise PlanError(f"tile is {self.tile}, allowed are {TILES[0]} to {TILES[1]}")
         if not 1 <= self.rank <= self.tile:
             raise PlanError(f"rank {self.rank} outside 1..{self.tile}, the tile size")
         if not 0.0 <= self.sparsity < 1.0:
@@ -69,24 +70,26 @@ class QSPCA:
         tile, rank = self.fit(working.numel())
         if tile == 0:
             fallback = FALLBACK.encode(weight, transposed_groups)
-            return fallback.noted(f"{working.numel()} weights are too few for factors, 8-bit codes instead")
+            return fallback.noted(f"8-bit codes: factors of {working.numel()} weights would not be smaller")
         matrix = to_tiles(working, tile, transposed_groups)  # (d, n)
-        mean = matrix.mean(1, keepdim=True).float() if self.center else None
+        mean = matrix.mean(1, keepdim=True, dtype=torch.float64).float() if self.center else None
         if mean is not None:
             matrix = matrix - mean
         parts, extra_zeros = self._factorize(matrix, rank)
         if mean is not None:
             parts["mean"] = mean
         bits = {"codebook": self.codebook_bits, "latent": self.latent_bits}
-        note = "" if tile == self.tile else f"tile {tile} and rank {rank}: too few weights for tile {self.tile}"
+        note = (
+            "" if tile == self.tile else f"tile {tile} and rank {rank}: too few weights for tile {self.tile}"
+        )
         shape = tuple(weight.shape)
         return Encoded("factors", shape, weight.dtype, parts, bits, transposed_groups, extra_zeros, note)
 
     def fit(self, numel: int) -> tuple[int, int]:
         """The tile and rank a weight of `numel` numbers gets; (0, 0) where it gets scalar codes."""
         tile = self.tile
-        while tile > tile_count(numel, tile) and tile > SMALLEST_TILE:
-            tile = max(tile // 2, SMALLEST_TILE)
+        while tile > tile_count(numel, tile) and tile > SMALLEST_HALVED_TILE:
+            tile = max(tile // 2, SMALLEST_HALVED_TILE)
         rank, count = min(self.rank, tile), tile_count(numel, tile)
         scales = 2 * rank if self.latent_scales == "row" else rank + count
         bits = tile * rank * self.codebook_bits + rank * count * self.latent_bits + 16 * scales

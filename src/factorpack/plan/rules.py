@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from factorpack.errors import PlanError
@@ -41,26 +41,31 @@ class Rules:
 
     method: Method
     layers: Mapping[str, Method] = field(default_factory=dict)
-    exclude: Iterable[str] = ()
+    exclude: Sequence[str] = ()
 
     def plan(self, source: Source) -> dict[str, Choice]:
         """A choice for every tensor, in the source's order."""
+        if isinstance(self.exclude, str):
+            raise PlanError(f"exclude is the text {self.exclude!r}, expected a list of patterns")
         for pattern in (*self.layers, *self.exclude):
             if not any(matches(pattern, name) for name in (*source.entries, *source.aliases)):
                 some = ", ".join(list(source.entries)[:5])
                 raise PlanError(f"the pattern {pattern!r} matches no tensor; there are {some}, ...")
         first, classifier = first_convolution(source), classifier_of(source)
+        names = {name: [name] for name in source.entries}  # a tied tensor answers to each of its names
+        for alias, target in source.aliases.items():
+            names[target].append(alias)
         return {
-            name: self._choose(name, entry, name == first, name == classifier)
+            name: self._choose(names[name], entry, name == first, name == classifier)
             for name, entry in source.entries.items()
         }
 
-    def _choose(self, name: str, entry: Entry, is_first: bool, is_classifier: bool) -> Choice:
-        excluded = next((pattern for pattern in self.exclude if matches(pattern, name)), None)
+    def _choose(self, names: list[str], entry: Entry, is_first: bool, is_classifier: bool) -> Choice:
+        excluded = _first_match(self.exclude, names)
         if excluded is not None:
             return Choice(Keep(), f"excluded by {excluded!r}")
         reason = not_a_weight(entry)
-        matched = next((pattern for pattern in self.layers if matches(pattern, name)), None)
+        matched = _first_match(self.layers, names)
         if matched is not None and (not reason or isinstance(self.layers[matched], Keep)):
             return Choice(self.layers[matched], f"chosen by {matched!r}")
         if reason:
@@ -72,6 +77,10 @@ class Rules:
         if is_depthwise(entry):
             return Choice(DEPTHWISE, "depthwise convolution")
         return Choice(CLASSIFIER, "classifier") if is_classifier else Choice(self.method)
+
+
+def _first_match(patterns: Iterable[str], names: list[str]) -> str | None:
+    return next((pattern for pattern in patterns if any(matches(pattern, name) for name in names)), None)
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -90,7 +99,7 @@ def not_a_weight(entry: Entry) -> str:
     if 0 in entry.shape:
         return "empty"
     if len(entry.shape) < 2:
-        return "bias, norm or other vector"
+        return "vector"
     return "one output channel" if entry.shape[0] == 1 else ""
 
 
@@ -100,7 +109,9 @@ def is_depthwise(entry: Entry) -> bool:
 
 def first_convolution(source: Source) -> str | None:
     """The convolution with 3 or 4 input channels, an image's; without one, the first there is."""
-    found = [name for name, entry in source.entries.items() if len(entry.shape) > 2 and not not_a_weight(entry)]
+    found = [
+        name for name, entry in source.entries.items() if len(entry.shape) > 2 and not not_a_weight(entry)
+    ]
     images = [name for name in found if source.entries[name].shape[1] in (3, 4)]
     return next(iter(images or found), None)
 

@@ -51,13 +51,14 @@ def minmax_scale(rows: Tensor, bits: int) -> Tensor:
 
 def mse_scale(rows: Tensor, bits: int, start: Tensor) -> Tensor:
     """The fraction of `start` with the least squared rounding error, row by row: (r, n) -> (r, 1)."""
-    best, best_error = start, torch.full_like(start, torch.inf)
+    best, best_error = torch.ones_like(start), torch.full_like(start, torch.inf)
+    unit = rows / _divisor(start)  # in units of `start` no square overflows or vanishes
     for shrink in _SHRINK:
-        scale = start * shrink
-        error = _nearest(rows, scale, bits).mul_(scale).sub_(rows).square_().sum(1, keepdim=True)
+        error = _clamped(unit / shrink, bits).mul_(shrink).sub_(unit).square_().sum(1, keepdim=True)
         better = error < best_error
-        best, best_error = torch.where(better, scale, best), torch.where(better, error, best_error)
-    return best
+        best = torch.where(better, torch.full_like(best, shrink), best)
+        best_error = torch.where(better, error, best_error)
+    return start * best
 
 
 def storable(scale: Tensor) -> Tensor:
@@ -70,13 +71,17 @@ def storable(scale: Tensor) -> Tensor:
 
 def to_codes(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
     """Nearest codes, int8. A row whose scale is zero gets zeros."""
-    return _nearest(rows, scale.to(rows.dtype), bits).to(torch.int8)
+    return _clamped(rows / _divisor(scale.to(rows.dtype)), bits).to(torch.int8)
 
 
-def _nearest(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
-    low, high = code_range(bits)
-    inverse = torch.where(scale > 0, scale.reciprocal(), torch.zeros_like(scale))
-    return (rows * inverse).round_().clamp_(low, high)
+def _clamped(unit: Tensor, bits: int) -> Tensor:
+    """Rounds and clamps in place."""
+    return unit.round_().clamp_(*code_range(bits))
+
+
+def _divisor(scale: Tensor) -> Tensor:
+    """Rows are divided, not multiplied by a reciprocal: that of a subnormal scale is infinite."""
+    return torch.where(scale > 0, scale, torch.inf)
 
 
 def from_codes(codes: Tensor, scale: Tensor) -> Tensor:

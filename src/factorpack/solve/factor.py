@@ -16,11 +16,12 @@ def principal_basis(matrix: Tensor, rank: int) -> Tensor:
     _, vectors = torch.linalg.eigh(wide @ wide.T)  # ascending
     basis = vectors.flip(1)[:, :rank]
     largest = basis.gather(0, basis.abs().argmax(0, keepdim=True))
-    return (basis * torch.where(largest < 0, -1.0, 1.0)).to(matrix.dtype)
+    signed: Tensor = basis * torch.where(largest < 0, -1.0, 1.0)
+    return signed.to(matrix.dtype)
 
 
 def best_latent(codebook: Tensor, matrix: Tensor) -> Tensor:
     """argmin_Z ||W - C Z||_F for (d, k) and (d, n): (k, n); the least-norm one where C has no full rank."""
     wide = codebook.double()
-    projector = torch.linalg.pinv(wide.T @ wide, rtol=1e-10, hermitian=True) @ wide.T  # (k, d)
+    projector: Tensor = torch.linalg.pinv(wide.T @ wide, rtol=1e-10, hermitian=True) @ wide.T  # (k, d)
     return projector.to(matrix.dtype) @ matrix

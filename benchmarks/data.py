@@ -1,0 +1,79 @@
+"""The real images and weights in `../shared`: read where they lie, never copied into the project."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from benchmarks import zoo
+from factorpack.errors import SourceError
+
+SHARED = Path(os.environ.get("FACTORPACK_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+MEAN = torch.tensor([0.485, 0.456, 0.406]).view(1, 3, 1, 1)
+STD = torch.tensor([0.229, 0.224, 0.225]).view(1, 3, 1, 1)
+BUILDERS = {"resnet18": zoo.resnet18, "mobilenet_v2": zoo.mobilenet_v2}
+
+Images = tuple[Tensor, Tensor]
+
+
+def shared(name: str) -> Path:
+    path = SHARED / name
+    if not path.exists():
+        raise SourceError(f"{name} is not here: set FACTORPACK_SHARED to the folder that holds it")
+    return path
+
+
+def checkpoint(model: str) -> Path:
+    return shared(f"models/{model}.safetensors")
+
+
+def pretrained(model: str) -> nn.Module:
+    """ResNet18 or MobileNetV2 with torchvision's ImageNet weights."""
+    net: nn.Module = BUILDERS[model]()
+    net.load_state_dict(load_file(checkpoint(model)))
+    return net.eval()
+
+
+@cache
+def imagenet_val() -> Images:
+    """2,000 validation images, (n, 3, 224, 224) bytes, and their classes. For measuring alone."""
+    return _read_tar(shared("data/imagenet-val-2000.tar"))
+
+
+@cache
+def imagenet_train() -> Images:
+    """1,000 training images, one a class: for calibration and for choosing settings."""
+    return _read_tar(shared("data/imagenet-train-1000.tar"))
+
+
+def normalized(images: Tensor) -> Tensor:
+    return (images.float() / 255 - MEAN.to(images.device)) / STD.to(images.device)
+
+
+def _read_tar(path: Path) -> Images:
+    pictures, labels = [], []
+    with tarfile.open(path) as archive:
+        for member in archive:
+            if member.isfile() and member.name.endswith(".jpg"):
+                data = archive.extractfile(member)
+                assert data is not None
+                pictures.append(_centre(data.read()))
+                labels.append(int(Path(member.name).name.split("_")[0]))
+    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous(), torch.tensor(labels)
+
+
+def _centre(data: bytes, side: int = 224) -> np.ndarray:
+    from PIL import Image
+
+    with Image.open(io.BytesIO(data)) as picture:
+        pixels = np.asarray(picture.convert("RGB"))
+    top, left = (pixels.shape[0] - side) // 2, (pixels.shape[1] - side) // 2
+    return pixels[top : top + side, left : left + side]

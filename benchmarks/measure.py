@@ -1,0 +1,83 @@
+"""Measurements shared by the studies: accuracy on images, seconds, memory, and the machine they are from."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.data import Images, normalized
+
+
+def machine() -> dict[str, Any]:
+    """What a number's reader needs to know of where it comes from."""
+    model = platform.processor()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+        model = names[0] if names else model
+    facts: dict[str, Any] = {"cpu": model, "cores": os.cpu_count(), "python": platform.python_version()}
+    facts["torch"] = torch.__version__
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+def predictions(model: nn.Module, images: Tensor, batch: int = 50) -> Tensor:
+    """Logits of byte images, (n, classes), on the model's device."""
+    device = next(model.parameters()).device
+    with torch.inference_mode():
+        chunks = [model(normalized(chunk.to(device))).float().cpu() for chunk in images.split(batch)]
+    return torch.cat(chunks)
+
+
+def top1(model: nn.Module, data: Images) -> float:
+    """Percent of images whose class is right."""
+    images, labels = data
+    return 100.0 * float((predictions(model, images).argmax(1) == labels).float().mean())
+
+
+def fidelity(logits: Tensor, reference: Tensor, labels: Tensor) -> dict[str, float]:
+    """Top-1, agreement with the reference's choice (both percent) and mean KL divergence from it (nats)."""
+    kl = nn.functional.kl_div(
+        logits.log_softmax(1), reference.log_softmax(1), log_target=True, reduction="batchmean"
+    )
+    return {
+        "top1": 100.0 * float((logits.argmax(1) == labels).float().mean()),
+        "agreement": 100.0 * float((logits.argmax(1) == reference.argmax(1)).float().mean()),
+        "kl": float(kl),
+    }
+
+
+def seconds(work: Callable[[], object], repeats: int = 5) -> float:
+    """Median wall time of some calls, after one that warms up."""
+    work()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def reset_peak() -> int:
+    """Forgets the peak so far (Linux) and returns the bytes resident now."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return _status_bytes("VmRSS")
+
+
+def peak_bytes() -> int:
+    """The most memory this process has had resident since `reset_peak`."""
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(field: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))

@@ -1,0 +1,91 @@
+"""Writes the measured tables of README.md and docs/results.md from benchmarks/results.
+
+python -m benchmarks.tables            rewrite what stands between <!-- name: ... --> and <!-- /name -->
+python -m benchmarks.tables --check    exit 1 where a table is not what the results say
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.run import RESULTS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "docs/results.md")
+
+
+def main() -> None:
+    stale = [page for page in PAGES if _rewrite(ROOT / page, write="--check" not in sys.argv)]
+    if stale and "--check" in sys.argv:
+        sys.exit(f"stale tables in {', '.join(stale)}: run python -m benchmarks.tables")
+
+
+def _rewrite(page: Path, write: bool) -> bool:
+    text = page.read_text()
+    fresh = text
+    for name, table in TABLES.items():
+        block = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        fresh = block.sub(lambda found, table=table: f"{found[1]}{table()}{found[2]}", fresh)
+    if write and fresh != text:
+        page.write_text(fresh)
+    return fresh != text
+
+
+def result(study: str, case: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((RESULTS / study / f"{case}.json").read_text())
+    return document
+
+
+def source(document: dict[str, Any]) -> str:
+    """The command and the machine, to stand under a table."""
+    facts = document["machine"]
+    where = f"{facts['gpu']}" if "gpu" in facts else f"{facts['cpu']}, {facts['cores']} cores"
+    return f"`{document['command']}` on {where}, torch {facts['torch']}.\n"
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def speed() -> str:
+    documents = {model: result("speed", model) for model in ("resnet18", "mobilenet_v2")}
+    results = [document["result"] for document in documents.values()]
+    lines: dict[str, Callable[[dict[str, Any]], str]] = {
+        "file, MB": lambda r: f"{r['file_bytes'] / 1e6:.2f}",
+        "times smaller than FP32, bytes on disk": lambda r: f"{r['file_ratio']:.2f}",
+        "ratio by the paper's formula": lambda r: f"{r['paper_ratio']:.2f}",
+        "compress, s": lambda r: f"{r['compress_s']:.2f}",
+        "save, s": lambda r: f"{r['save_s']:.2f}",
+        "load and decode to dense, s": lambda r: f"{r['load_and_decode_s']:.2f}",
+        "torch.load of the FP32 file, s": lambda r: f"{r['torch_load_fp32_s']:.3f}",
+        "entropy decoding, million codes/s on one core": lambda r: (
+            f"{r['entropy_decode_symbols_per_s_per_core'] / 1e6:.0f}"
+        ),
+        "peak memory of compress / decode, MB": lambda r: (
+            f"{r['peak_bytes']['compress_to'] / 1e6:.0f} / {r['peak_bytes']['export'] / 1e6:.0f}"
+        ),
+        "latent codes, kB: entropy coded": lambda r: f"{r['latent_bytes']['entropy_coded'] / 1e3:.0f}",
+        "... ideal, a free model for every row": lambda r: f"{r['latent_bytes']['ideal_per_row'] / 1e3:.0f}",
+        "... fixed width": lambda r: f"{r['latent_bytes']['fixed_width'] / 1e3:.0f}",
+        "... fixed width, then zstd -19": lambda r: (
+            f"{r['latent_bytes']['zstd_19_of_fixed_width'] / 1e3:.0f}"
+        ),
+        "... fixed width, then xz -9": lambda r: f"{r['latent_bytes']['xz_9_of_fixed_width'] / 1e3:.0f}",
+    }
+    table = markdown(
+        ["`QSPCA(rank=128, latent_bits=3)`", *documents],
+        [[label, *(cell(one) for one in results)] for label, cell in lines.items()],
+    )
+    return f"{table}\n" + "".join(source(document) for document in documents.values())
+
+
+TABLES: dict[str, Callable[[], str]] = {"speed": speed}
+
+if __name__ == "__main__":
+    main()

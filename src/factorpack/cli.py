@@ -1,0 +1,230 @@
+"""The command line: each command a plain function, all of them in COMMANDS."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+import factorpack as fp
+from factorpack.demo import demo
+from factorpack.errors import FactorpackError, PlanError
+from factorpack.methods import METHODS, Method, from_fields
+from factorpack.model import DEFAULT_METHOD
+from factorpack.plan.recipe import read_recipe
+from factorpack.plan.rules import Rules
+from factorpack.report.tables import human_bytes, size_json, size_table
+from factorpack.report.verify import verify as verify_packed
+from factorpack.size import SizeReport
+
+# A pipe has no width: 80 columns would fold every line of a table.
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+PackedFile = Annotated[Path, typer.Argument(metavar="FILE", help="A packed file.", show_default=False)]
+Output = Annotated[Path, typer.Option("--output", "-o", help="The file to write.", show_default=False)]
+
+
+def compress(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SRC",
+            help="A checkpoint: .safetensors, .pt/.pth/.bin, a Hugging Face folder or its index.",
+            show_default=False,
+        ),
+    ],
+    output: Output,
+    method: Annotated[
+        str | None,
+        typer.Option(help=f"One of {', '.join(METHODS)}. Default: {DEFAULT_METHOD}.", show_default=False),
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="qspca: columns of the codebook, up to the tile.")] = None,
+    latent_bits: Annotated[int | None, typer.Option(help="qspca: bits of a latent code, 2 to 8.")] = None,
+    sparsity: Annotated[
+        float | None, typer.Option(help="qspca: share of latents set to zero on top of rounding's zeros.")
+    ] = None,
+    codebook_bits: Annotated[int | None, typer.Option(help="qspca: bits of a codebook entry.")] = None,
+    tile: Annotated[int | None, typer.Option(help="qspca: numbers in a tile.")] = None,
+    latent_scales: Annotated[str | None, typer.Option(help="qspca: a scale a 'row' or a 'column'.")] = None,
+    center: Annotated[bool | None, typer.Option(help="qspca: factorize around the mean tile.")] = None,
+    bits: Annotated[int | None, typer.Option(help="scalar: bits of a code, 2 to 8.")] = None,
+    clip: Annotated[
+        str | None, typer.Option(help="Scales by least squared error, 'mse', or 'minmax'.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="keep: the float type to round to.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="A TOML file with a method for each group of layers.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(help="Keep tensors of this name raw: a glob, or a regular expression behind 're:'."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compress a checkpoint into one small, safe file. No data, no model code and no GPU needed.
+
+    Biases, norms and the first convolution stay raw, the classifier gets 4-bit codes.
+
+    Examples:
+
+        factorpack compress resnet18.safetensors -o small.safetensors
+
+        factorpack compress model.pt -o small.safetensors --rank 128 --latent-bits 3 --sparsity 0.2
+
+        factorpack compress folder/ -o small.safetensors --method scalar --bits 4 --exclude 'lm_head.*'
+    """
+    if output.resolve() == source.resolve():
+        raise PlanError(f"{output} is the checkpoint itself: choose another file to write")
+    settings = {
+        "rank": rank,
+        "latent_bits": latent_bits,
+        "sparsity": sparsity,
+        "codebook_bits": codebook_bits,
+        "tile": tile,
+        "latent_scales": latent_scales,
+        "center": center,
+        "bits": bits,
+        "clip": clip,
+        "dtype": dtype,
+    }
+    rules = _rules(method, {key: value for key, value in settings.items() if value is not None}, recipe)
+    started = time.perf_counter()
+    packed = fp.compress_to(
+        output,
+        source,
+        rules.method,
+        layers=rules.layers,
+        exclude=[*rules.exclude, *(exclude or [])],
+        progress=not as_json,
+    )
+    seconds = time.perf_counter() - started
+    report = packed.size()
+    if as_json:
+        _print_json({"path": str(output), "seconds": seconds, **size_json(report)})
+    else:
+        out.print(f"{output}: {_summary(report)}, in {seconds:.1f} s")
+
+
+def inspect(
+    file: PackedFile,
+    top: Annotated[int | None, typer.Option(help="Only this many tensors, the largest first.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show where every byte of a packed file went, tensor by tensor."""
+    report = fp.load(file).size()
+    if as_json:
+        _print_json(size_json(report))
+        return
+    out.print(size_table(report, top))
+    out.print(f"\n{file}: {_summary(report)}")
+    out.print(f"[dim]by the paper's formula, fixed width: {report.paper_ratio:.2f} times[/dim]")
+
+
+def decode(file: PackedFile, output: Output, as_json: Json = False) -> None:
+    """Write the decoded weights as an ordinary .safetensors checkpoint."""
+    fp.export(fp.load(file), output, progress=not as_json)
+    written = output.stat().st_size
+    if as_json:
+        _print_json({"path": str(output), "bytes": written})
+    else:
+        out.print(f"{output}: {human_bytes(written)} of plain weights")
+
+
+def verify(
+    file: PackedFile,
+    against: Annotated[
+        Path | None, typer.Option(help="The checkpoint it was made from: report the error of each tensor.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check every checksum, decode every tensor, and compare with the original if there is one.
+
+    The exit code is 1 where a tensor is missing, has another shape, or was kept raw and yet differs.
+    """
+    checks = list(verify_packed(fp.load(file), against))
+    problems = [check for check in checks if check.problem]
+    if as_json:
+        rows = [
+            {key: getattr(check, key) for key in ("name", "relative_error", "largest_error", "problem")}
+            for check in checks
+        ]
+        _print_json({"ok": not problems, "tensors": rows})
+    else:
+        for check in checks if against else problems:
+            outcome = f"[red]{check.problem}[/red]" if check.problem else f"{check.relative_error:.4f}"
+            out.print(f"{check.name}  {outcome}")
+        out.print(f"{file}: {len(checks)} tensors, every checksum right, {len(problems)} problems")
+    if problems:
+        raise typer.Exit(1)
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "compress": compress,
+    "inspect": inspect,
+    "decode": decode,
+    "verify": verify,
+    "demo": demo,
+}
+
+app = typer.Typer(
+    name="factorpack",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Makes trained PyTorch models many times smaller, in one safe file.",
+)
+for _name, _command in COMMANDS.items():
+    app.command(_name)(_command)
+
+
+def main() -> None:
+    try:
+        app()
+    except (FactorpackError, OSError) as error:
+        lines = [str(error), *getattr(error, "__notes__", [])]
+        Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(
+            "error: " + "\n  ".join(lines)
+        )
+        sys.exit(2)
+
+
+def _rules(method: str | None, settings: dict[str, Any], recipe: Path | None) -> Rules:
+    if recipe is not None:
+        if method is not None or settings:
+            raise PlanError("a recipe states methods and settings itself: give one or the other")
+        return read_recipe(recipe, DEFAULT_METHOD)
+    return Rules(_method(method, settings))
+
+
+def _method(name: str | None, settings: dict[str, Any]) -> Method:
+    if name is None and not settings:
+        return DEFAULT_METHOD
+    if name in (None, "qspca"):
+        usual = {"rank": DEFAULT_METHOD.rank, "latent_bits": DEFAULT_METHOD.latent_bits}
+        if "tile" in settings:
+            usual["rank"] = min(usual["rank"], settings["tile"])
+        return from_fields(METHODS, {"method": "qspca", **usual, **settings})
+    return from_fields(METHODS, {"method": name, **settings})
+
+
+def _summary(report: SizeReport) -> str:
+    assert report.file_bytes is not None
+    text = (
+        f"{human_bytes(report.source_bytes)} -> {human_bytes(report.file_bytes)}, "
+        f"{report.file_ratio:.2f} times smaller"
+    )
+    if report.source_bytes != report.original_bytes:
+        own = report.source_bytes / report.file_bytes
+        text += f" than FP32 ({own:.2f} times than the checkpoint's own types)"
+    return text
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value))

@@ -1,0 +1,113 @@
+"""What rebuilding weights on the fly costs: arithmetic of C Z beside the arithmetic of the layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from factorpack.model import Packed
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Multiply-adds and bit operations of running layers and of rebuilding their weights."""
+
+    layer_macs: int
+    rebuild_macs: int
+    layer_bit_ops: int
+    rebuild_bit_ops: int
+
+    @property
+    def overhead(self) -> float:
+        """Extra multiply-adds, as a share of the layer's own: k / p in the paper."""
+        return self.rebuild_macs / self.layer_macs
+
+    @property
+    def bit_overhead(self) -> float:
+        return self.rebuild_bit_ops / self.layer_bit_ops
+
+
+@dataclass(frozen=True, slots=True)
+class OverheadReport:
+    """The cost of every factor-coded weight that runs in a layer, by name, and of all together."""
+
+    layers: dict[str, Cost]
+    uncounted: tuple[str, ...]
+    """Factor-coded tensors that no convolution or linear layer ran, so that nothing is known of them."""
+
+    @property
+    def total(self) -> Cost:
+        costs = self.layers.values()
+        return Cost(
+            sum(cost.layer_macs for cost in costs),
+            sum(cost.rebuild_macs for cost in costs),
+            sum(cost.layer_bit_ops for cost in costs),
+            sum(cost.rebuild_bit_ops for cost in costs),
+        )
+
+
+def overhead(
+    packed: Packed, model: nn.Module, example: Tensor, *, weight_bits: int = 32, activation_bits: int = 32
+) -> OverheadReport:
+    """Counts one forward pass of `model` on `example`, each weight rebuilt every time its layer runs.
+
+    A bit operation is a multiply-add times the bits of both operands: `weight_bits` and
+    `activation_bits` in the layer, the codes' own widths in C Z.
+
+    >>> overhead(packed, model, torch.zeros(1, 3, 224, 224)).total.overhead  # doctest: +SKIP
+    """
+    positions: dict[str, list[int]] = {}
+    for name, counts in _positions(model, example).items():
+        positions.setdefault(packed.aliases.get(name, name), []).extend(counts)
+    layers, uncounted = {}, []
+    for name, encoded in packed.items():
+        if encoded.kind != "factors":
+            continue
+        if name not in positions:
+            uncounted.append(name)
+            continue
+        tile, rank = encoded.parts["codebook"].shape
+        tiles = encoded.parts["latent"].shape[1]
+        layer = encoded.numel * sum(positions[name])
+        rebuild = tile * tiles * rank * len(positions[name])
+        layers[name] = Cost(
+            layer,
+            rebuild,
+            layer * weight_bits * activation_bits,
+            rebuild * encoded.bits["codebook"] * encoded.bits["latent"],
+        )
+    return OverheadReport(layers, tuple(uncounted))
+
+
+def _positions(model: nn.Module, example: Tensor) -> dict[str, list[int]]:
+    """How often each weight is multiplied, for every time its layer runs: found without arithmetic."""
+    shadow = copy.deepcopy(model).to("meta").eval()
+    found: dict[str, list[int]] = {}
+    for name, module in shadow.named_modules():
+        if isinstance(module, (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)):
+            module.register_forward_hook(_counter(f"{name}.weight" if name else "weight", found))
+    with torch.no_grad():
+        shadow(example.to("meta"))
+    return found
+
+
+def _counter(
+    name: str, found: dict[str, list[int]]
+) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+    def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if isinstance(module, _TRANSPOSED):  # spreads every input position over several output positions
+            positions = inputs[0].numel() // module.in_channels
+        elif isinstance(module, _CONVOLUTIONS):
+            positions = output.numel() // module.out_channels
+        else:
+            positions = output.numel() // output.shape[-1]
+        found.setdefault(name, []).append(positions)
+
+    return count

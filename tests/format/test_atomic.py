@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from factorpack.format.atomic import atomic_write
+
+
+def test_the_file_appears_whole(tmp_path: Path):
+    path = tmp_path / "file"
+    with atomic_write(path) as file:
+        file.write(b"new")
+        assert not path.exists()
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_old_file_stands_until_the_end(tmp_path: Path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with atomic_write(path) as file:
+        file.write(b"new")
+        file.flush()
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+
+
+def fail_after(file: BinaryIO, error: type[BaseException]) -> None:
+    file.write(b"ne")
+    raise error
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path, error: type[BaseException]):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with pytest.raises(error), atomic_write(path) as file:
+        fail_after(file, error)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_bytes_are_on_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    steps: list[str] = []
+    for step in ("fsync", "replace"):
+        real = getattr(os, step)
+        monkeypatch.setattr(os, step, lambda *args, step=step, real=real: (steps.append(step), real(*args)))
+    with atomic_write(tmp_path / "file") as file:
+        file.write(b"new")
+    assert steps == ["fsync", "replace", "fsync"], "the file, the rename, the folder"
+
+
+def test_two_writers_do_not_meet(tmp_path: Path):
+    path = tmp_path / "file"
+    with atomic_write(path) as first:
+        with atomic_write(path) as second:
+            second.write(b"second")
+        assert path.read_bytes() == b"second"
+        first.write(b"first")
+    assert path.read_bytes() == b"first"

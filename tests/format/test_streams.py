@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from factorpack.decode import PartSpec
+from factorpack.errors import FormatError
+from factorpack.format.bitpack import packed_bytes
+from factorpack.format.streams import ANS, PACKED, RAW, decode_part, encode_part, raw_bytes, raw_size
+from factorpack.quantize.uniform import MAX_BITS, MIN_BITS, code_range
+from factorpack.record import DTYPES
+from tests.helpers import assert_same_tensor, raw
+
+BITS = range(MIN_BITS, MAX_BITS + 1)
+
+
+@st.composite
+def coded(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
+    bits = draw(st.sampled_from(BITS))
+    low, high = code_range(bits)
+    shape = draw(hnp.array_shapes(min_dims=2, max_dims=2, max_side=40))
+    likely = draw(st.integers(low, high))
+    elements = st.one_of(st.just(likely), st.integers(low, high))
+    return torch.from_numpy(draw(hnp.arrays(np.int8, shape, elements=elements, fill=st.just(likely)))), bits
+
+
+@given(coded())
+def test_codes_come_back_and_never_outgrow_fixed_width(case: tuple[torch.Tensor, int]):
+    codes, bits = case
+    codec, data = encode_part(codes, bits)
+    assert codec in (PACKED, ANS)
+    assert len(data) <= packed_bytes(codes.numel(), bits)
+    assert_same_tensor(decode_part(codec, data, PartSpec(tuple(codes.shape), torch.int8, bits)), codes)
+    assert encode_part(codes.clone(), bits) == (codec, data)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_every_code_of_every_width(bits: int):
+    low, high = code_range(bits)
+    codes = torch.arange(low, high + 1).to(torch.int8).reshape(1, -1)
+    codec, data = encode_part(codes, bits)
+    assert codec == PACKED
+    assert len(data) == packed_bytes(1 << bits, bits)
+    assert_same_tensor(decode_part(codec, data, PartSpec((1, 1 << bits), torch.int8, bits)), codes)
+
+
+def test_entropy_coding_is_chosen_where_it_is_shorter():
+    codes = torch.zeros(50, 50, dtype=torch.int8)
+    assert encode_part(codes, 4) == (ANS, bytes([0, 0, 0]))
+
+
+@pytest.mark.parametrize("bits", range(MIN_BITS, MAX_BITS))
+@pytest.mark.parametrize("end", [0, 1])
+def test_codes_outside_their_width_are_not_written(bits: int, end: int):
+    code = code_range(bits)[end] + (-1, 1)[end]
+    with pytest.raises(FormatError, match=f"codes {code} to {code} do not fit {bits} bits"):
+        encode_part(torch.full((3, 3), code, dtype=torch.int8), bits)
+
+
+@given(st.sampled_from(list(DTYPES.values())), st.data())
+def test_raw_values_of_every_type_come_back_bit_for_bit(dtype: torch.dtype, data: st.DataObject):
+    shape = data.draw(hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4))
+    size = int(np.prod(shape)) * dtype.itemsize
+    stored = data.draw(st.binary(min_size=size, max_size=size))
+    if dtype == torch.bool:
+        stored = bytes(byte & 1 for byte in stored)
+    spec = PartSpec(shape, dtype)
+    values = decode_part(RAW, stored, spec)
+    assert (tuple(values.shape), values.dtype) == (shape, dtype)
+    assert encode_part(values, 0) == (RAW, stored)
+    assert raw(values) == stored
+    assert raw_size(spec) == size
+
+
+def test_raw_values_are_written_row_by_row():
+    matrix = torch.arange(6, dtype=torch.int8).reshape(2, 3)
+    assert raw_bytes(matrix.T) == bytes([0, 3, 1, 4, 2, 5])
+    assert raw_bytes(torch.tensor([258], dtype=torch.int16)) == bytes([2, 1])
+
+
+def test_raw_values_of_one_number_with_a_stride():
+    assert raw_bytes(torch.tensor([[1.0, 2.0], [3.0, 4.0]])[1:, 1]) == raw(torch.tensor([4.0]))
+
+
+def test_raw_values_of_lazy_conjugates_and_negatives():
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    assert raw_bytes(numbers.conj()) == raw(torch.tensor([1 - 2j, 3 + 4j]))
+    assert raw_bytes(numbers[:1].conj().imag) == raw(torch.tensor([-2.0]))
+
+
+@pytest.mark.parametrize("length", [0, 7, 9])
+def test_raw_of_another_length_is_refused(length: int):
+    with pytest.raises(FormatError, match=rf"{length} bytes for values of shape \(2,\)"):
+        decode_part(RAW, bytes(length), PartSpec((2,), torch.float32))
+
+
+@pytest.mark.parametrize("byte", [2, 128, 255])
+def test_a_boolean_is_zero_or_one(byte: int):
+    with pytest.raises(FormatError, match="neither 0 nor 1"):
+        decode_part(RAW, bytes([1, byte, 0]), PartSpec((3,), torch.bool))

@@ -1,0 +1,122 @@
+"""The golden file: a format change that is not meant, or that forgets old files, fails here."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import ceil, prod
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from factorpack.decode import decode
+from factorpack.format.container import Reader
+from factorpack.model import load
+from factorpack.record import DTYPES, Encoded
+from tests.golden.make import ALIASES, GOLDEN, tensors, write
+from tests.helpers import assert_same_encoded, assert_same_tensor, raw
+from tests.pieces import compact, take_apart
+from tests.reference import read_packed
+
+TENSORS = tensors()
+
+
+def exact(encoded: Encoded) -> Tensor:
+    """The weight by whole-number and fraction arithmetic, from the formulas W = CZ + mu and W = qs."""
+    if encoded.kind == "keep":
+        return encoded.parts["values"].to(encoded.dtype)
+    parts = {
+        name: [[Fraction(x) for x in row] for row in part.tolist()] for name, part in encoded.parts.items()
+    }
+    numel, groups = prod(encoded.shape), encoded.transposed_groups
+    if encoded.kind == "scalar":
+        rows = zip(parts["codes"], parts["scale"], strict=True)
+        flat = [code * scale for row, (scale,) in rows for code in row]
+    else:
+        flat = _product(parts, ceil(numel / len(parts["codebook"])))[:numel]
+    values = torch.tensor([float(value) for value in flat], dtype=torch.float64)
+    assert [Fraction(value) for value in values.float().tolist()] == flat
+    if not groups:
+        return values.reshape(encoded.shape).to(encoded.dtype)
+    return _input_first(values.tolist(), encoded.shape, groups).to(encoded.dtype)
+
+
+def _product(parts: dict[str, list[list[Fraction]]], tiles: int) -> list[Fraction]:
+    """Tile after tile: entry i of tile j is sum_k C_ik s_k Z_kj t + mu_i."""
+    by_row = len(parts["latent_scale"][0]) == 1
+    flat = []
+    for tile in range(tiles):
+        for i, codebook_row in enumerate(parts["codebook"]):
+            total = parts["mean"][i][0] if "mean" in parts else Fraction(0)
+            for k, code in enumerate(codebook_row):
+                scale = parts["latent_scale"][k if by_row else 0][0 if by_row else tile]
+                total += code * parts["codebook_scale"][0][k] * parts["latent"][k][tile] * scale
+            flat.append(total)
+    return flat
+
+
+def _input_first(flat: list[float], shape: tuple[int, ...], groups: int) -> Tensor:
+    """(out, in/g, kernel) in file order to a transposed convolution's (in, out/g, kernel)."""
+    inputs, outputs, kernel = shape[0], shape[1] * groups, prod(shape[2:])
+    weight = torch.zeros(inputs, shape[1], kernel, dtype=torch.float64)
+    numbers = iter(flat)
+    for out in range(outputs):
+        group, within = divmod(out, shape[1])
+        for channel in range(inputs // groups):
+            for position in range(kernel):
+                weight[group * (inputs // groups) + channel, within, position] = next(numbers)
+    return weight.reshape(shape)
+
+
+def test_names_and_aliases():
+    reader = Reader(GOLDEN)
+    assert list(reader) == list(TENSORS)
+    assert dict(reader.schema.aliases) == ALIASES
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_reader_gives_the_parts(name: str):
+    assert_same_encoded(Reader(GOLDEN)[name], TENSORS[name])
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_weights_are_exact(name: str):
+    assert_same_tensor(decode(Reader(GOLDEN)[name]), exact(TENSORS[name]))
+
+
+def test_state_dict_ties_the_alias():
+    state = load(GOLDEN).state_dict()
+    assert state["tied.weight"] is state["fc.weight"]
+
+
+def test_writer_writes_the_same_schema_and_data(tmp_path: Path):
+    """Not the same bytes: two builds of zlib may compress the schema differently."""
+    write(tmp_path / "new")
+    new, old = take_apart((tmp_path / "new").read_bytes()), take_apart(GOLDEN.read_bytes())
+    assert compact(new.document) == compact(old.document)
+    assert new.entries() == old.entries()
+
+
+def test_every_oddity_is_in_it():
+    document = take_apart(GOLDEN.read_bytes()).document
+    rows = document["tensors"]
+    assert {part[0] for row in rows for part in row["parts"].values()} == {"raw", "packed", "ans"}
+    assert {row["kind"] for row in rows} == {"factors", "scalar", "keep"}
+    assert any(row.get("filler_bytes") for row in rows)
+    assert {row.get("transposed_groups", 0) for row in rows} == {0, 1, 2}
+    assert any(row.get("extra_zeros") for row in rows)
+    latent = take_apart(GOLDEN.read_bytes()).part("conv.weight", "latent")
+    assert latent[2] + 1 == 2, "the latent's rows share two models"
+
+
+def test_an_independent_reader_agrees():
+    document, found = read_packed(GOLDEN.read_bytes())
+    assert document["aliases"] == ALIASES
+    for row in document["tensors"]:
+        encoded = TENSORS[row["name"]]
+        assert tuple(row["shape"]) == encoded.shape
+        assert DTYPES[row["dtype"]] == encoded.dtype
+        for name, part in encoded.parts.items():
+            expected = part.tolist() if name in encoded.bits else raw(part)
+            assert found[row["name"]][name] == expected
