@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import tarfile
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks import zoo
 from factorpack.errors import SourceError
+from factorpack.format.atomic import atomic_write
 
 SHARED = Path(os.environ.get("FACTORPACK_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(1, 3, 1, 1)
@@ -45,32 +47,67 @@ def pretrained(model: str) -> nn.Module:
 @cache
 def imagenet_val() -> Images:
     """2,000 validation images, (n, 3, 224, 224) bytes, and their classes. For measuring alone."""
-    return _read_tar(shared("data/imagenet-val-2000.tar"))
+    return _read_tar(shared("data/imagenet-val-2000.tar"), 224)
 
 
 @cache
-def imagenet_train() -> Images:
+def imagenet_train(side: int = 224) -> Images:
     """1,000 training images, one a class: for calibration and for choosing settings."""
-    return _read_tar(shared("data/imagenet-train-1000.tar"))
+    return _read_tar(shared("data/imagenet-train-1000.tar"), side)
+
+
+@cache
+def cifar10() -> tuple[Images, Images]:
+    """50,000 training and 10,000 test images, (n, 3, 32, 32) bytes; unpacked once into a temporary folder."""
+    cached = Path(tempfile.gettempdir()) / "factorpack-cifar10.pt"
+    if not cached.exists():
+        with atomic_write(cached) as file:
+            torch.save(_read_cifar(shared("data/cifar10.tar.xz")), file)
+    loaded: tuple[Images, Images] = torch.load(cached, weights_only=True)
+    return loaded
+
+
+def shuffled(images: Images, seed: int = 0) -> Images:
+    """Classes lie together in the archives: calibration must not take the first of them alone."""
+    order = torch.randperm(len(images[1]), generator=torch.Generator().manual_seed(seed))
+    return images[0][order], images[1][order]
 
 
 def normalized(images: Tensor) -> Tensor:
     return (images.float() / 255 - MEAN.to(images.device)) / STD.to(images.device)
 
 
-def _read_tar(path: Path) -> Images:
+def _read_cifar(path: Path) -> tuple[Images, Images]:
+    splits: dict[str, tuple[list[np.ndarray], list[int]]] = {"train": ([], []), "test": ([], [])}
+    classes: dict[str, int] = {}
+    with tarfile.open(path) as archive:
+        for member in archive:
+            parts = Path(member.name).parts
+            data = archive.extractfile(member) if member.isfile() and member.name.endswith(".jpg") else None
+            if data is not None:
+                pictures, names = splits[parts[-3]]
+                pictures.append(_centre(data.read(), 32))
+                names.append(classes.setdefault(parts[-2], len(classes)))
+    train, test = (
+        (torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous(), torch.tensor(names))
+        for pictures, names in splits.values()
+    )
+    return train, test
+
+
+def _read_tar(path: Path, side: int) -> Images:
     pictures, labels = [], []
     with tarfile.open(path) as archive:
         for member in archive:
             if member.isfile() and member.name.endswith(".jpg"):
                 data = archive.extractfile(member)
                 assert data is not None
-                pictures.append(_centre(data.read()))
+                pictures.append(_centre(data.read(), side))
                 labels.append(int(Path(member.name).name.split("_")[0]))
     return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous(), torch.tensor(labels)
 
 
-def _centre(data: bytes, side: int = 224) -> np.ndarray:
+def _centre(data: bytes, side: int) -> np.ndarray:
     from PIL import Image
 
     with Image.open(io.BytesIO(data)) as picture:

@@ -37,10 +37,10 @@ def predictions(model: nn.Module, images: Tensor, batch: int = 50) -> Tensor:
     return torch.cat(chunks)
 
 
-def top1(model: nn.Module, data: Images) -> float:
+def top1(model: nn.Module, data: Images, batch: int = 50) -> float:
     """Percent of images whose class is right."""
     images, labels = data
-    return 100.0 * float((predictions(model, images).argmax(1) == labels).float().mean())
+    return 100.0 * float((predictions(model, images, batch).argmax(1) == labels).float().mean())
 
 
 def fidelity(logits: Tensor, reference: Tensor, labels: Tensor) -> dict[str, float]:

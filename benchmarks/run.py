@@ -20,7 +20,12 @@ from benchmarks.measure import machine
 
 ROOT = Path(__file__).parent
 EXPERIMENTS, RESULTS = ROOT / "experiments", ROOT / "results"
-STUDIES = {"speed": "benchmarks.studies.speed"}
+STUDIES = {
+    "speed": "benchmarks.studies.speed",
+    "thresholding": "benchmarks.studies.thresholding",
+    "cifar": "benchmarks.studies.cifar",
+    "fewshot": "benchmarks.studies.fewshot",
+}
 """Study -> the module whose `run(**case)` returns its result."""
 
 

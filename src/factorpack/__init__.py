@@ -6,29 +6,37 @@
 >>> model.load_state_dict(fp.load("model.packed.safetensors").state_dict())  # doctest: +SKIP
 """
 
+from factorpack.calibrate import Calibration, calibrate
 from factorpack.decode import decode
 from factorpack.errors import FactorpackError, FormatError, PlanError, SourceError, WeightError
 from factorpack.methods import QSPCA, Keep, Scalar
 from factorpack.model import Packed, compress, compress_to, export, load, save
 from factorpack.record import Encoded
+from factorpack.solve.projected import ProjectedGradient
+from factorpack.tune.finetune import Schedule, finetune
 
 __version__ = "0.1.0"
 
 __all__ = [
     "QSPCA",
+    "Calibration",
     "Encoded",
     "FactorpackError",
     "FormatError",
     "Keep",
     "Packed",
     "PlanError",
+    "ProjectedGradient",
     "Scalar",
+    "Schedule",
     "SourceError",
     "WeightError",
+    "calibrate",
     "compress",
     "compress_to",
     "decode",
     "export",
+    "finetune",
     "load",
     "save",
 ]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from factorpack.calibrate import Calibration, calibrate, evaluating
 from factorpack.decode import decode
 from factorpack.errors import FactorpackError, SourceError
 from factorpack.format.container import Reader, Writer, write_plain
-from factorpack.methods import QSPCA, Method
+from factorpack.methods import QSPCA, Method, samples_of
 from factorpack.plan.rules import Choice, Rules
 from factorpack.progress import Progress
-from factorpack.record import DTYPES, Encoded
+from factorpack.record import DTYPES, Encoded, LayerSample
 from factorpack.size import SizeReport, size_report
 from factorpack.source import Source, open_source
 
@@ -91,6 +94,12 @@ class Packed(Mapping[str, Encoded]):
                 target.copy_(decode(self[name]))
         return model
 
+    def replace(self, tensors: Mapping[str, Encoded]) -> None:
+        """Takes other tensors under the same names, in memory from now on."""
+        if list(tensors) != list(self):
+            raise SourceError("a packed model can only be given the tensors it has, in its own order")
+        self._tensors, self._reader = dict(tensors), None
+
     def size(self) -> SizeReport:
         """Where the bits are: the paper's accounting, and the file's bytes once there is a file."""
         if self._reader is None:
@@ -109,9 +118,15 @@ def compress(
     *,
     layers: Mapping[str, Method] | None = None,
     exclude: Sequence[str] = (),
+    calibration: Calibration | Iterable[Any] | None = None,
+    sequential: bool = True,
     progress: bool = True,
 ) -> Packed:
-    """Compresses a model, a state dict or a checkpoint on disk with `method`, from its weights alone.
+    """Compresses a model, a state dict or a checkpoint on disk with `method`.
+
+    Methods with a solver need a model and `calibration`: batches of inputs, or `calibrate`'s result. The
+    layers are then visited in execution order, and each sees the inputs that the layers compressed before
+    it produce (the original's with `sequential=False`).
 
     `layers` maps patterns to methods of their own and `exclude` lists patterns to keep raw; a pattern is
     a glob, or a regular expression behind `re:`. Norms, biases and the first convolution stay raw, the
@@ -121,7 +136,12 @@ def compress(
     """
     opened = open_source(source)
     plan = Rules(method or DEFAULT_METHOD, layers or {}, exclude).plan(opened)
-    return Packed(dict(_encode_all(opened, plan, progress)), opened.aliases)
+    if calibration is None:
+        return Packed(dict(_encode_all(opened, plan, progress)), opened.aliases)
+    if not isinstance(source, nn.Module):
+        raise SourceError(f"calibration runs a model, and the source is a {type(source).__name__}")
+    tensors = dict(_encode_calibrated(source, opened, plan, calibration, sequential, progress))
+    return Packed({name: tensors[name] for name in plan}, opened.aliases)
 
 
 def compress_to(
@@ -168,18 +188,55 @@ def _decoded(packed: Packed, names: Sequence[str], bar: Progress) -> Iterator[Te
 
 
 def _encode_all(source: Source, plan: Mapping[str, Choice], progress: bool) -> Iterator[tuple[str, Encoded]]:
-    total = sum(torch.Size(entry.shape).numel() for entry in source.entries.values())
-    with Progress("compressing", total, progress) as bar:
+    with Progress("compressing", _numel(source), progress) as bar:
         for name, choice in plan.items():
             bar.show(name)
             yield name, _encode(name, source, choice)
             bar.advance(name, torch.Size(source.entries[name].shape).numel())
 
 
-def _encode(name: str, source: Source, choice: Choice) -> Encoded:
+def _encode_calibrated(
+    model: nn.Module,
+    source: Source,
+    plan: Mapping[str, Choice],
+    calibration: Calibration | Iterable[Any],
+    sequential: bool,
+    progress: bool,
+) -> Iterator[tuple[str, Encoded]]:
+    """Layers in execution order, each with a sample where its method wants one; then what never runs."""
+    wanted = {name: samples_of(choice.method) for name, choice in plan.items()}
+    with evaluating(model):
+        if not isinstance(calibration, Calibration):
+            calibration = calibrate(model, calibration, max(*wanted.values(), 1))
+        running = [name for layer in calibration.order if (name := f"{layer}.weight") in plan]
+        idle = [name for name, samples in wanted.items() if samples and name not in running]
+        if idle:
+            raise SourceError(
+                f"{idle[0]!r} does not run on the calibration data: exclude it or give it a method"
+            )
+        compressed = copy.deepcopy(model) if sequential else model
+        targets = dict(compressed.named_parameters())
+        order = [*running, *(name for name in plan if name not in set(running))]
+        with Progress("compressing", _numel(source), progress) as bar:
+            for name in order:
+                bar.show(name)
+                layer = name.removesuffix(".weight")
+                sample = calibration.sample(layer, model, compressed) if wanted[name] else None
+                encoded = _encode(name, source, plan[name], sample)
+                if sequential and name in targets:
+                    targets[name].data.copy_(decode(encoded))
+                yield name, encoded
+                bar.advance(name, encoded.numel)
+
+
+def _numel(source: Source) -> int:
+    return sum(torch.Size(entry.shape).numel() for entry in source.entries.values())
+
+
+def _encode(name: str, source: Source, choice: Choice, sample: LayerSample | None = None) -> Encoded:
     try:
         weight = source.entries[name].load()
-        encoded = choice.method.encode(weight, source.transposed_groups.get(name, 0))
+        encoded = choice.method.encode(weight, source.transposed_groups.get(name, 0), sample)
     except FactorpackError as error:
         error.add_note(f"while compressing tensor {name!r}")
         raise

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """Counts weights. Silent unless `shown` and standard error is a terminal."""
+    """Counts weights, or whatever `unit` says. Silent unless `shown` and standard error is a terminal."""
 
-    def __init__(self, verb: str, total: int, shown: bool = True) -> None:
+    def __init__(self, verb: str, total: int, shown: bool = True, unit: str = "M weights") -> None:
         self._verb = verb
         self._total = total
         self._rich: RichProgress | None = None
         self._task: TaskID | None = None
         if shown and sys.stderr.isatty():
-            self._rich = _bar()
+            self._rich = _bar(unit, 1e6 if unit.startswith("M ") else 1.0)
 
     def __enter__(self) -> Progress:
         if self._rich is not None:
@@ -43,7 +43,7 @@ class Progress:
             self._rich.stop()
 
 
-def _bar() -> RichProgress:
+def _bar(unit: str, scale: float) -> RichProgress:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -58,7 +58,7 @@ def _bar() -> RichProgress:
 
     class Rate(ProgressColumn):
         def render(self, task: Task) -> Text:
-            return Text(f"{(task.speed or 0.0) / 1e6:5.1f} M weights/s")
+            return Text(f"{(task.speed or 0.0) / scale:5.1f} {unit}/s")
 
     return RichProgress(
         TextColumn("{task.description}"),

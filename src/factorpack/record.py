@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -65,3 +65,24 @@ class Encoded:
 
     def noted(self, note: str) -> Encoded:
         return replace(self, note=f"{note}; {self.note}" if self.note else note)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerSample:
+    """What a layer sees and what it should answer, sample by sample, and how it computes."""
+
+    inputs: Tensor
+    """From the network as compressed so far, samples first."""
+    outputs: Tensor
+    """The original layer's, for the original network's inputs."""
+    apply: Callable[[Tensor, Tensor], Tensor]
+    """(weight, inputs) -> outputs."""
+
+    def first(self, count: int) -> LayerSample:
+        return replace(self, inputs=self.inputs[:count], outputs=self.outputs[:count])
+
+    def split(self, share: float) -> tuple[LayerSample, LayerSample]:
+        """All but the last `share` of the samples, and those; at least one each."""
+        held = min(max(round(share * len(self.inputs)), 1), len(self.inputs) - 1)
+        last = replace(self, inputs=self.inputs[-held:], outputs=self.outputs[-held:])
+        return self.first(len(self.inputs) - held), last

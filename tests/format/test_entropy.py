@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from functools import partial
+
+import constriction
 import numpy as np
 import pytest
 from hypothesis import given
@@ -68,16 +71,21 @@ def test_the_reference_decoder_agrees(codes: np.ndarray):
     assert reference.ans_decode(entropy.encode(codes), *codes.shape) == codes.tolist()
 
 
+def model(frequencies: np.ndarray, lazy: bool) -> object:
+    padded = frequencies if len(frequencies) > 1 else np.array([entropy.TOTAL, 0])
+    return constriction.stream.model.Categorical(padded.astype(np.float64), perfect=False, lazy=lazy)
+
+
 @given(matrices())
 def test_both_kinds_of_model_write_and_read_the_same_bytes(codes: np.ndarray):
     """constriction's lazy and eager models differ in speed alone."""
     written = []
-    for threshold in (0, 256):
+    for lazy in (False, True):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(entropy, "_LINEAR_SEARCH", threshold)
+            patch.setattr(entropy, "_model", partial(model, lazy=lazy))
             written.append(entropy.encode(codes))
             assert (entropy.decode(written[0], *codes.shape) == codes).all()
-    assert written[0] == written[1]
+    assert written[0] == written[1] == entropy.encode(codes)
 
 
 @given(hnp.arrays(np.int64, st.integers(1, 256), elements=st.integers(0, 1 << 40)))

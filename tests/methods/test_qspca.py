@@ -126,7 +126,7 @@ def test_sparsity_is_counted_exactly(scales: Any, share: float) -> None:
 @pytest.mark.parametrize("scales", ["row", "column"])
 def test_scales_lie_along_the_rows_or_columns_of_the_latent(scales: Any) -> None:
     encoded = QSPCA(8, 8, tile=16, latent_scales=scales, clip="minmax").encode(WEIGHT)
-    codes, scale = encoded.parts["latent"], encoded.parts["latent_scale"]
+    codes, scale = encoded.parts["latent"].int(), encoded.parts["latent_scale"]
     along = 1 if scales == "row" else 0
     assert scale.shape == ((8, 1) if scales == "row" else (1, 288))
     reaches = torch.maximum(codes.amax(along), -codes.amin(along))
@@ -166,6 +166,12 @@ def test_without_centring_zero_weights_decode_to_zero() -> None:
     assert decode(encoded).eq(0).all()
 
 
+def test_tiles_that_do_not_divide_the_weight() -> None:
+    weight = seeded(61, 67)
+    errors = [relative_error(decode(QSPCA(rank, 6, tile=32).encode(weight)), weight) for rank in (8, 16, 32)]
+    assert errors == sorted(errors, reverse=True)
+
+
 def test_weights_near_the_limit_of_fp32_have_a_mean() -> None:
     weight = torch.full((128, 128), 9e35)
     assert torch.equal(decode(QSPCA(4, 4, tile=16).encode(weight)), weight)
@@ -188,7 +194,11 @@ def test_weights_near_the_limit_of_fp32_have_a_mean() -> None:
         (QSPCA(4, 3), 1, (0, 0)),
         (QSPCA(128, 3), 32 * 9, (0, 0)),  # MobileNetV2's first depthwise convolution
         (QSPCA(9, 3, tile=9), 64 * 64 * 9, (9, 9)),
-        (QSPCA(4, 3, tile=9), 9 * 9, (9, 4)),  # 144 + 108 + 128 + 288 = 668 bits > 648: see below
+        (QSPCA(4, 3, tile=9), 9 * 10, (9, 4)),  # 144 + 120 + 128 + 288 = 680 bits, 720 of codes
+        (QSPCA(4, 3, tile=9), 9 * 9, (0, 0)),  # 668 bits, 648 of codes
+        (QSPCA(4, 3, tile=9, center=False), 9 * 9, (9, 4)),  # 380 bits
+        (QSPCA(4, 3, tile=9, latent_scales="column"), 9 * 10, (0, 0)),  # 10 + 4 scales: 776 bits
+        (QSPCA(1, 2, tile=9), 9 * 8, (0, 0)),  # a tile below 16 is not halved
         (QSPCA(100, 3, tile=100), 100 * 60, (50, 50)),
         (QSPCA(256, 8, codebook_bits=8), 512 * 512 * 9, (0, 0)),  # more than eight bits a weight
         (QSPCA(256, 7), 512 * 512 * 9, (256, 256)),

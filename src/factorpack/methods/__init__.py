@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from factorpack.methods.keep import Keep
-from factorpack.methods.protocol import Method, from_fields
+from factorpack.methods.protocol import Method, from_fields, samples_of
 from factorpack.methods.qspca import QSPCA
 from factorpack.methods.scalar import Scalar
 
 METHODS: dict[str, type[Method]] = {"qspca": QSPCA, "scalar": Scalar, "keep": Keep}
 """Every method, by the name recipes and the command line use."""
 
-__all__ = ["METHODS", "QSPCA", "Keep", "Method", "Scalar", "from_fields"]
+__all__ = ["METHODS", "QSPCA", "Keep", "Method", "Scalar", "from_fields", "samples_of"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError, WeightError
-from factorpack.record import DTYPES, Encoded
+from factorpack.record import DTYPES, Encoded, LayerSample
 
 _FLOATS = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point}
 
@@ -37,7 +37,12 @@ class Keep:
             raise PlanError(f"unknown dtype {self.dtype!r}, known are {', '.join(_FLOATS)}")
         return DTYPES[self.dtype]
 
-    def encode(self, weight: Tensor, transposed_groups: int = 0) -> Encoded:
+    def encode(
+        self,
+        weight: Tensor,
+        transposed_groups: int = 0,
+        sample: LayerSample | None = None,  # noqa: ARG002
+    ) -> Encoded:
         if weight.dtype not in DTYPES.values():
             raise WeightError(f"{weight.dtype} cannot be stored, known are {', '.join(DTYPES)}")
         # A copy: the model it came from may go on training.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError, WeightError
-from factorpack.record import Encoded
+from factorpack.record import Encoded, LayerSample
 
 
 class Method(Protocol):
@@ -18,9 +18,20 @@ class Method(Protocol):
 
     name: ClassVar[str]
 
-    def encode(self, weight: Tensor, transposed_groups: int = 0) -> Encoded:
-        """Compresses one weight; `transposed_groups` as in `Encoded`."""
+    def encode(
+        self, weight: Tensor, transposed_groups: int = 0, sample: LayerSample | None = None
+    ) -> Encoded:
+        """Compresses one weight; `transposed_groups` as in `Encoded`.
+
+        A method whose `samples` is above zero is handed a sample of the layer's inputs and outputs where
+        the caller has calibration data; the others may ignore it.
+        """
         ...
+
+
+def samples_of(method: Method) -> int:
+    """How many calibration samples of a layer a method wants; most want none."""
+    return int(getattr(method, "samples", 0))
 
 
 def from_fields(methods: Mapping[str, type[Method]], fields: Mapping[str, Any]) -> Method:
@@ -32,19 +43,24 @@ def from_fields(methods: Mapping[str, type[Method]], fields: Mapping[str, Any]) 
     name = settings.pop("method", None)
     if not isinstance(name, str) or name not in methods:
         raise PlanError(f"unknown method {name!r}, known are {', '.join(methods)}")
-    cls = methods[name]
-    declared = [field for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+    method: Method = build(methods[name], settings, f"method {name!r}")
+    return method
+
+
+def build(cls: Any, settings: Mapping[str, Any], what: str) -> Any:
+    """An instance of a settings dataclass; unknown and missing settings are errors that say what is known."""
+    declared = [field for field in dataclasses.fields(cls) if field.init]
     known = [field.name for field in declared]
     unknown = sorted(set(settings) - set(known))
     if unknown:
-        raise PlanError(f"unknown setting {unknown[0]!r} for method {name!r}, known are {', '.join(known)}")
+        raise PlanError(f"unknown setting {unknown[0]!r} for {what}, known are {', '.join(known)}")
     absent = [
         field.name
         for field in declared
         if field.default is dataclasses.MISSING and field.name not in settings
     ]
     if absent:
-        raise PlanError(f"method {name!r} needs the setting {absent[0]!r}")
+        raise PlanError(f"{what} needs the setting {absent[0]!r}")
     return cls(**settings)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -9,13 +10,14 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.methods.protocol import as_finite, check_type
+from factorpack.methods.protocol import as_finite, build, check_type
 from factorpack.methods.scalar import Scalar
 from factorpack.quantize.uniform import Clip, check_bits, fit_scale, from_codes, to_codes
-from factorpack.record import Encoded
+from factorpack.record import Encoded, LayerSample
 from factorpack.solve.factor import best_latent, principal_basis
-from factorpack.solve.threshold import extra_zero_mask
-from factorpack.tiles import tile_count, to_tiles
+from factorpack.solve.projected import FactorProblem, ProjectedGradient
+from factorpack.solve.threshold import entries_kept, extra_zero_mask
+from factorpack.tiles import from_tiles, tile_count, to_tiles
 
 SMALLEST_HALVED_TILE = 16
 TILES = (2, 4096)
@@ -44,10 +46,14 @@ class QSPCA:
     latent_scales: Literal["row", "column"] = "row"
     center: bool = True
     clip: Clip = "mse"
+    solver: ProjectedGradient | None = None
+    """With calibration data: improve the factors on the layer's outputs, from the paper's own start."""
 
     name: ClassVar[str] = "qspca"
 
     def __post_init__(self) -> None:
+        if isinstance(self.solver, Mapping):  # from a recipe
+            object.__setattr__(self, "solver", build(ProjectedGradient, self.solver, "the solver"))
         for field in ("rank", "latent_bits", "codebook_bits", "tile"):
             check_type(field, getattr(self, field), int)
         check_type("sparsity", self.sparsity, float, int)
@@ -65,7 +71,16 @@ class QSPCA:
         if self.clip not in ("mse", "minmax"):
             raise PlanError(f"clip is {self.clip!r}, allowed are 'mse' and 'minmax'")
 
-    def encode(self, weight: Tensor, transposed_groups: int = 0) -> Encoded:
+    @property
+    def samples(self) -> int:
+        """Calibration samples a layer needs."""
+        return self.solver.samples if self.solver is not None else 0
+
+    def encode(
+        self, weight: Tensor, transposed_groups: int = 0, sample: LayerSample | None = None
+    ) -> Encoded:
+        if self.solver is not None and sample is None:
+            raise PlanError("a QSPCA with a solver looks at a layer's outputs: it needs calibration data")
         working = as_finite(weight)
         tile, rank = self.fit(working.numel())
         if tile == 0:
@@ -75,7 +90,15 @@ class QSPCA:
         mean = matrix.mean(1, keepdim=True, dtype=torch.float64).float() if self.center else None
         if mean is not None:
             matrix = matrix - mean
-        parts, extra_zeros = self._factorize(matrix, rank)
+        if self.solver is None or sample is None:
+            parts, extra_zeros = self._factorize(matrix, rank)
+        else:
+
+            def to_weight(product: Tensor) -> Tensor:
+                centred = product if mean is None else product + mean
+                return from_tiles(centred, tuple(weight.shape), transposed_groups)
+
+            parts, extra_zeros = self._optimize(matrix, rank, self.solver, sample, to_weight)
         if mean is not None:
             parts["mean"] = mean
         bits = {"codebook": self.codebook_bits, "latent": self.latent_bits}
@@ -107,10 +130,53 @@ class QSPCA:
         if self.latent_scales == "column":
             codes, latent_scale = codes.T.contiguous(), latent_scale.T
         keep = extra_zero_mask(from_codes(codes, latent_scale), latent, self.sparsity)
-        parts = {
-            "codebook": codebook,
-            "codebook_scale": codebook_scale.T.contiguous(),  # (1, k)
-            "latent": torch.where(keep, codes, torch.zeros_like(codes)),
-            "latent_scale": latent_scale.contiguous(),  # (k, 1) or (1, n)
-        }
-        return parts, int(keep.numel() - keep.sum())
+        codes = torch.where(keep, codes, torch.zeros_like(codes))
+        return _parts(codebook, codebook_scale.T, codes, latent_scale), int(keep.numel() - keep.sum())
+
+    def _optimize(
+        self,
+        matrix: Tensor,
+        rank: int,
+        solver: ProjectedGradient,
+        sample: LayerSample,
+        to_weight: Callable[[Tensor], Tensor],
+    ) -> tuple[dict[str, Tensor], int]:
+        """Algorithm 1: C <- U_k, Z <- U_k^T W~, scales from there; then the solver."""
+        codebook = principal_basis(matrix, rank)
+        latent = codebook.T @ matrix
+        codebook_scale = fit_scale(codebook.T, self.codebook_bits, self.clip).T
+        if self.latent_scales == "row":
+            latent_scale = fit_scale(latent, self.latent_bits, self.clip)
+        else:
+            latent_scale = fit_scale(latent.T, self.latent_bits, self.clip).T
+        start = to_codes(latent, latent_scale, self.latent_bits)
+        kept = entries_kept(start, self.sparsity)
+        problem = FactorProblem(
+            codebook,
+            latent,
+            codebook_scale.to(matrix.dtype),
+            latent_scale.to(matrix.dtype),
+            self.codebook_bits,
+            self.latent_bits,
+            kept if self.sparsity else latent.numel(),
+            to_weight,
+        )
+        codebook, latent = solver.solve(problem, sample)
+        codes = to_codes(latent, latent_scale, self.latent_bits)
+        extra_zeros = int(start.count_nonzero()) - kept
+        return _parts(
+            to_codes(codebook, codebook_scale, self.codebook_bits), codebook_scale, codes, latent_scale
+        ), extra_zeros
+
+
+def _parts(
+    codebook: Tensor, codebook_scale: Tensor, latent: Tensor, latent_scale: Tensor
+) -> dict[str, Tensor]:
+    """(d, k), (1, k), (k, n), and (k, 1) or (1, n)."""
+    named = {
+        "codebook": codebook,
+        "codebook_scale": codebook_scale,
+        "latent": latent,
+        "latent_scale": latent_scale,
+    }
+    return {name: part.contiguous() for name, part in named.items()}

@@ -10,7 +10,7 @@ from torch import Tensor
 from factorpack.errors import PlanError
 from factorpack.methods.protocol import as_finite, check_type
 from factorpack.quantize.uniform import Clip, check_bits, fit_scale, to_codes
-from factorpack.record import Encoded
+from factorpack.record import Encoded, LayerSample
 from factorpack.tiles import out_first
 
 
@@ -29,7 +29,12 @@ class Scalar:
         if self.clip not in ("mse", "minmax"):
             raise PlanError(f"clip is {self.clip!r}, allowed are 'mse' and 'minmax'")
 
-    def encode(self, weight: Tensor, transposed_groups: int = 0) -> Encoded:
+    def encode(
+        self,
+        weight: Tensor,
+        transposed_groups: int = 0,
+        sample: LayerSample | None = None,  # noqa: ARG002
+    ) -> Encoded:
         if weight.dim() == 0:
             raise PlanError("a single number has no channels to quantize: keep it")
         rows = out_first(as_finite(weight), transposed_groups).flatten(1 if weight.dim() > 1 else 0)

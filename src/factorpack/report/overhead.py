@@ -27,11 +27,11 @@ class Cost:
     @property
     def overhead(self) -> float:
         """Extra multiply-adds, as a share of the layer's own: k / p in the paper."""
-        return self.rebuild_macs / self.layer_macs
+        return self.rebuild_macs / self.layer_macs if self.layer_macs else 0.0
 
     @property
     def bit_overhead(self) -> float:
-        return self.rebuild_bit_ops / self.layer_bit_ops
+        return self.rebuild_bit_ops / self.layer_bit_ops if self.layer_bit_ops else 0.0
 
 
 @dataclass(frozen=True, slots=True)

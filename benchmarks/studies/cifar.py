@@ -1,0 +1,78 @@
+"""Fine-tuned Pareto curves on CIFAR-10: the paper's settings, trained with one budget, measured on files."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import factorpack as fp
+from benchmarks.data import cifar10, normalized, shuffled
+from benchmarks.measure import top1
+from benchmarks.training import Augmented, cifar_net, device, spread
+from factorpack.methods import METHODS, from_fields
+
+HELD_OUT = 5000
+
+
+def run(
+    model: str,
+    fp32_epochs: int,
+    seed: int,
+    schedule: dict[str, Any],
+    methods: list[dict[str, Any]],
+    workers: int,
+    measure_on: str = "test",
+) -> dict[str, Any]:
+    """`measure_on` "train" trains without the last 5,000 training images and measures on those."""
+    _, fp32 = cifar_net(model, seed, fp32_epochs)
+    cases = [{"method": method, "schedule": schedule | method.pop("schedule", {})} for method in methods]
+    work = partial(_one, model=model, seed=seed, fp32_epochs=fp32_epochs, measure_on=measure_on)
+    return {"fp32_test_top1": fp32, "rows": spread(work, cases, workers)}
+
+
+def _one(case: dict[str, Any], model: str, seed: int, fp32_epochs: int, measure_on: str) -> dict[str, Any]:
+    torch.backends.cuda.matmul.allow_tf32 = True
+    net, _ = cifar_net(model, seed, fp32_epochs)
+    train, test = cifar10()
+    train = shuffled(train, seed)
+    if measure_on == "train":
+        train, test = tuple(each[:-HELD_OUT] for each in train), tuple(each[-HELD_OUT:] for each in train)
+    settings = dict(case["schedule"])
+    batch = settings.pop("batch", 64)
+    calibration = [normalized(train[0][:64].to(device()))]
+    packed = fp.compress(net, from_fields(METHODS, case["method"]), calibration=calibration, progress=False)
+    before = top1(packed.load_into(_fresh(net)).eval(), test, batch=500)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "packed.safetensors"
+        fp.save(packed, path)
+        start = packed.size()
+        fp.finetune(
+            packed,
+            _fresh(net),
+            Augmented(train, batch, pad=4, seed=seed),
+            teacher=net,
+            schedule=fp.Schedule(seed=seed, **settings),
+            progress=False,
+        )
+        fp.save(packed, path)
+        loaded = fp.load(path)
+        report = loaded.size()
+        after = top1(loaded.load_into(_fresh(net)).eval(), test, batch=500)
+    return {
+        **case,
+        "top1_before": before,
+        "top1": after,
+        "file_ratio_before": start.file_ratio,
+        "file_ratio": report.file_ratio,
+        "paper_ratio": report.paper_ratio,
+    }
+
+
+def _fresh(net: torch.nn.Module) -> torch.nn.Module:
+    import copy
+
+    return copy.deepcopy(net)

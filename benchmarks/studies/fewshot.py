@@ -1,0 +1,67 @@
+"""Distillation on 1,000 ImageNet images alone: what a person without the training set can do."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import factorpack as fp
+from benchmarks.data import imagenet_train, imagenet_val, normalized, pretrained, shuffled
+from benchmarks.measure import fidelity, predictions
+from benchmarks.training import Augmented, device, spread
+from factorpack.methods import METHODS, from_fields
+
+HELD_OUT = 200
+
+
+def run(
+    model: str,
+    schedule: dict[str, Any],
+    methods: list[dict[str, Any]],
+    workers: int,
+    measure_on: str = "val",
+) -> dict[str, Any]:
+    """`measure_on` "train" keeps 200 of the 1,000 images out of training and measures on those."""
+    cases = [{"method": method, "schedule": schedule | method.pop("schedule", {})} for method in methods]
+    return {"rows": spread(partial(_one, model=model, measure_on=measure_on), cases, workers)}
+
+
+def _one(case: dict[str, Any], model: str, measure_on: str) -> dict[str, Any]:
+    torch.backends.cuda.matmul.allow_tf32 = True
+    images = shuffled(imagenet_train(256))
+    if measure_on == "train":
+        held = images[0][-HELD_OUT:, :, 16:240, 16:240], images[1][-HELD_OUT:]
+        images = images[0][:-HELD_OUT], images[1][:-HELD_OUT]
+    else:
+        held = imagenet_val()
+    net = pretrained(model).to(device())
+    reference = predictions(net, held[0], 250)
+    settings = dict(case["schedule"])
+    batch = settings.pop("batch", 50)
+    calibration = [normalized(images[0][:64, :, 16:240, 16:240].to(device()))]
+    packed = fp.compress(net, from_fields(METHODS, case["method"]), calibration=calibration, progress=False)
+    before = fidelity(predictions(_loaded(packed, model), held[0], 250), reference, held[1])
+    fp.finetune(
+        packed,
+        pretrained(model).to(device()),
+        Augmented(images, batch, crop=224),
+        teacher=net,
+        schedule=fp.Schedule(**settings),
+        progress=False,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "packed.safetensors"
+        fp.save(packed, path)
+        loaded = fp.load(path)
+        report = loaded.size()
+        after = fidelity(predictions(_loaded(loaded, model), held[0], 250), reference, held[1])
+    sizes = {"file_ratio": report.file_ratio, "paper_ratio": report.paper_ratio}
+    return {**case, "before": before, **after, **sizes}
+
+
+def _loaded(packed: fp.Packed, model: str) -> torch.nn.Module:
+    return packed.load_into(pretrained(model)).to(device()).eval()

@@ -1,0 +1,174 @@
+"""Calibration: what a model's layers see and answer on a few real inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from factorpack.errors import SourceError
+from factorpack.record import LayerSample
+
+
+class _ReachedLayer(Exception):
+    """Ends a forward pass whose rest nobody needs."""
+
+
+class Calibration:
+    """A few inputs, kept as the batches they came in, and the order in which layers use them.
+
+    Nothing but the inputs is stored: a layer's activations are computed when they are asked for, by
+    running the model up to that layer, so memory is one layer's and not the network's.
+    """
+
+    def __init__(self, model: nn.Module, batches: Iterable[Any], samples: int = 64) -> None:
+        self.batches = _take(batches, samples)
+        self.order = _execution_order(model, self.batches[0])
+
+    def __len__(self) -> int:
+        return sum(_batch_size(batch) for batch in self.batches)
+
+    def sample(self, name: str, original: nn.Module, compressed: nn.Module) -> LayerSample:
+        """Inputs of layer `name` in the compressed network, outputs of it in the original one."""
+        layer = original.get_submodule(name)
+        inputs, outputs = [], []
+        for batch in self.batches:
+            inputs.append(_input_of(compressed, name, batch))
+            seen = inputs[-1] if compressed is original else _input_of(original, name, batch)
+            with torch.no_grad():
+                outputs.append(layer(seen))
+        _check_finite(name, [*inputs, *outputs])
+
+        def apply(weight: Tensor, values: Tensor) -> Tensor:
+            answer: Tensor = torch.func.functional_call(layer, {"weight": weight}, (values,))
+            return answer
+
+        return LayerSample(torch.cat(inputs), torch.cat(outputs), apply)
+
+
+def calibrate(model: nn.Module, batches: Iterable[Any], samples: int = 64) -> Calibration:
+    """Takes the first `samples` inputs of `batches` and learns in which order the model's layers run.
+
+    A batch is a tensor, a (inputs, labels) pair whose labels are ignored, or a dictionary of keyword
+    arguments, on the model's device or not.
+    """
+    if samples < 1:
+        raise SourceError(f"{samples} calibration samples, expected at least one")
+    with evaluating(model):
+        return Calibration(model, batches, samples)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside the block, and each module's own mode again after it."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def forward(model: nn.Module, batch: Any) -> Any:
+    """Runs a model on a batch of any of the accepted forms."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    inputs = _inputs(batch)
+    if isinstance(inputs, Mapping):
+        return model(**{key: value.to(device) for key, value in inputs.items()})
+    return model(inputs.to(device))
+
+
+def _inputs(batch: Any) -> Any:
+    if isinstance(batch, list | tuple) and batch and isinstance(batch[0], Tensor | Mapping):
+        batch = batch[0]
+    if isinstance(batch, Tensor):
+        return batch
+    if isinstance(batch, Mapping) and batch and all(isinstance(value, Tensor) for value in batch.values()):
+        return batch
+    raise SourceError(
+        f"a calibration batch is a {type(batch).__name__}; expected a tensor, a pair whose first is one, "
+        "or a dictionary of them"
+    )
+
+
+def _batch_size(batch: Any) -> int:
+    inputs = _inputs(batch)
+    first = inputs if isinstance(inputs, Tensor) else next(iter(inputs.values()))
+    return len(first) if first.dim() else 0
+
+
+def _take(batches: Iterable[Any], samples: int) -> list[Any]:
+    """The first `samples` inputs, batch by batch."""
+    taken: list[Any] = []
+    left = samples
+    for batch in [batches] if isinstance(batches, Tensor) else batches:
+        inputs, size = _inputs(batch), _batch_size(batch)
+        if size > left:
+            keep = left
+            inputs = (
+                inputs[:keep]
+                if isinstance(inputs, Tensor)
+                else {key: value[:keep] for key, value in inputs.items()}
+            )
+        taken.append(inputs)
+        left -= min(size, left)
+        if left == 0:
+            break
+    if left == samples:
+        raise SourceError("the calibration data has no samples")
+    return taken
+
+
+def _execution_order(model: nn.Module, batch: Any) -> list[str]:
+    """Names of the modules that have a weight of their own, in the order in which they first run."""
+    order: list[str] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda _module, _args, name=name: order.append(name))
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "weight", None), Tensor)
+    ]
+    try:
+        _run(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(dict.fromkeys(order))
+
+
+def _input_of(model: nn.Module, name: str, batch: Any) -> Tensor:
+    """The first input layer `name` gets when the model runs on a batch."""
+    found: list[Tensor] = []
+
+    def catch(_module: nn.Module, arguments: Sequence[Any]) -> None:
+        found.append(arguments[0])
+        raise _ReachedLayer
+
+    hook = model.get_submodule(name).register_forward_pre_hook(catch)
+    try:
+        _run(model, batch)
+    finally:
+        hook.remove()
+    if not found or not isinstance(found[0], Tensor):
+        raise SourceError(f"layer {name!r} does not run on the calibration data, so nothing is known of it")
+    return found[0]
+
+
+def _run(model: nn.Module, batch: Any) -> None:
+    try:
+        with torch.no_grad():
+            forward(model, batch)
+    except _ReachedLayer:
+        pass
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        values = batch if isinstance(batch, Mapping) else {"inputs": batch}
+        shapes = {key: tuple(value.shape) for key, value in values.items()}
+        raise SourceError(f"the model fails on a calibration batch of shape {shapes}: {error}") from error
+
+
+def _check_finite(name: str, tensors: Sequence[Tensor]) -> None:
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+        raise SourceError(f"layer {name!r} sees or gives NaN or infinity on the calibration data")

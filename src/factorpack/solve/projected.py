@@ -1,0 +1,112 @@
+"""Projected gradient descent on a layer's output error: the paper's Algorithm 1 and its variants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from factorpack.errors import PlanError
+from factorpack.quantize.straight_through import fake_quantize
+from factorpack.record import LayerSample
+from factorpack.solve.threshold import largest_mask
+
+
+@dataclass(frozen=True, slots=True)
+class FactorProblem:
+    """Factors to improve: real-valued C (d, k) and Z (k, n), their quantizers, and S, the entries Z keeps."""
+
+    codebook: Tensor
+    latent: Tensor
+    codebook_scale: Tensor
+    latent_scale: Tensor
+    codebook_bits: int
+    latent_bits: int
+    kept: int
+    to_weight: Callable[[Tensor], Tensor]
+    """(d, n) -> the layer's weight; adds the centring vector."""
+
+    def quantized(self, codebook: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
+        return (
+            fake_quantize(codebook, self.codebook_scale, self.codebook_bits),
+            fake_quantize(latent, self.latent_scale, self.latent_bits),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectedGradient:
+    """Adam on the mean squared error of a layer's output, rounding passed straight through.
+
+    `threshold` is "iterative" (the hard threshold after every step, Algorithm 1) or "one-shot" (once, at
+    the end). It stops after `steps` steps; with `stop="validation"` also as soon as the error on the
+    validation samples has not fallen for more than `patience` steps.
+    """
+
+    steps: int = 30
+    stop: Literal["steps", "validation"] = "steps"
+    threshold: Literal["iterative", "one-shot"] = "iterative"
+    learning_rate: float = 1e-4
+    weight_decay: float = 1e-5
+    samples: int = 64
+    validation: float = 0.125
+    patience: int = 2
+    trace: Callable[[int, float, float], None] | None = field(default=None, compare=False)
+    """Called after each step with its number and the errors on training and validation samples."""
+
+    def __post_init__(self) -> None:
+        if self.stop not in ("steps", "validation") or self.threshold not in ("iterative", "one-shot"):
+            raise PlanError(
+                f"stop is {self.stop!r} and threshold {self.threshold!r}; allowed are 'steps' or "
+                "'validation', and 'iterative' or 'one-shot'"
+            )
+        if self.steps < 0 or self.samples < 2 or not 0 < self.validation < 1:
+            raise PlanError(
+                f"steps {self.steps}, samples {self.samples}, validation {self.validation}: "
+                "expected at least 0 steps, at least 2 samples, and a share between 0 and 1"
+            )
+
+    def solve(self, problem: FactorProblem, sample: LayerSample) -> tuple[Tensor, Tensor]:
+        """Real-valued C and Z whose quantized product serves the layer; Z is already thresholded."""
+        train, held = sample.first(self.samples).split(self.validation)
+        codebook = problem.codebook.detach().clone().requires_grad_()
+        latent = problem.latent.detach().clone().requires_grad_()
+        optimizer = torch.optim.Adam(
+            [codebook, latent], lr=self.learning_rate, weight_decay=self.weight_decay
+        )
+        best, since_best = torch.inf, 0
+        for step in range(self.steps):
+            optimizer.zero_grad()
+            loss = output_error(problem, codebook, latent, train)
+            loss.backward()
+            optimizer.step()
+            if self.threshold == "iterative":
+                project(problem, latent)
+            if self.stop == "steps" and self.trace is None:
+                continue
+            with torch.no_grad():
+                error = output_error(problem, codebook, latent, held).item()
+            if self.trace is not None:
+                self.trace(step, loss.item(), error)
+            since_best = 0 if error < best else since_best + 1
+            best = min(best, error)
+            if self.stop == "validation" and since_best > self.patience:
+                break
+        project(problem, latent)
+        return codebook.detach(), latent.detach()
+
+
+def output_error(problem: FactorProblem, codebook: Tensor, latent: Tensor, sample: LayerSample) -> Tensor:
+    """(1/m) sum_i ||Y_i - [Q(C) Q(Z)] * X_i||_F^2, the paper's equation 9."""
+    left, right = problem.quantized(codebook, latent)
+    outputs = sample.apply(problem.to_weight(left @ right), sample.inputs)
+    return (sample.outputs - outputs).square().sum() / len(sample.inputs)
+
+
+def project(problem: FactorProblem, latent: Tensor) -> None:
+    """Z <- Z * M, with M the mask of the S largest values of Q(Z)."""
+    with torch.no_grad():
+        quantized = fake_quantize(latent, problem.latent_scale, problem.latent_bits)
+        latent.mul_(largest_mask(quantized, latent, problem.kept))

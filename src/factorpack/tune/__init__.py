@@ -1,0 +1,1 @@
+"""Fine-tuning: training the packed form itself, end to end."""

@@ -1,0 +1,59 @@
+"""The state of a training run, written whole or not at all, and read without running code."""
+
+from __future__ import annotations
+
+import io
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from factorpack.errors import SourceError
+from factorpack.format.atomic import atomic_write
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    with atomic_write(path) as file:
+        file.write(buffer.getbuffer())
+
+
+def load_checkpoint(path: Path, fingerprint: str) -> dict[str, Any]:
+    """The state under `path`, if it belongs to the run that `fingerprint` describes."""
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        found = state["fingerprint"]
+    except Exception as error:
+        raise SourceError(f"{path} is not a checkpoint of a fine-tuning run: {error!r}") from error
+    if found != fingerprint:
+        raise SourceError(
+            f"{path} belongs to another run ({found}), this one is {fingerprint}: "
+            "remove it to start anew, or repeat the settings it was made with"
+        )
+    return state
+
+
+def random_state() -> dict[str, Any]:
+    """Every generator training may draw from, in types that load without running code."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002, the one libraries use
+    words = torch.from_numpy(np.asarray(keys).astype(np.int64))
+    version, internal, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": [str(kind), words, position, has_gauss, cached],
+        "python": [version, list(internal), gauss],
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))

@@ -1,0 +1,58 @@
+"""A model whose compressed weights are rebuilt from their packed form in every forward."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from factorpack.errors import SourceError
+from factorpack.methods import Keep
+from factorpack.model import Packed
+from factorpack.record import Encoded
+from factorpack.tune.trainable import TRAINABLE, Trainable
+
+
+class PackedModel(nn.Module):
+    """The user's model, untouched, called with weights that its packed form makes.
+
+    Parameters the packed form replaces are frozen; all others (norms, biases, kept layers) are trained.
+    """
+
+    def __init__(self, packed: Packed, model: nn.Module) -> None:
+        super().__init__()
+        packed.load_into(model)
+        self.model = model
+        self.names = [name for name, encoded in packed.items() if encoded.kind in TRAINABLE]
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        strangers = sorted(set(self.names) - set(parameters))
+        if strangers:
+            raise SourceError(f"the packed tensors {strangers[:3]} are not parameters of the model")
+        self.weights = nn.ModuleList(TRAINABLE[packed[name].kind](packed[name]) for name in self.names)
+        for name in self.names:
+            parameters[name].requires_grad_(False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        device = next(self.parameters()).device.type
+        # The file holds products in FP32, so training must see those, mixed precision or not.
+        with torch.autocast(device, enabled=False):
+            weights: dict[str, Tensor] = {
+                name: weight() for name, weight in zip(self.names, self.weights, strict=True)
+            }
+        return torch.func.functional_call(self.model, weights, args, kwargs)
+
+    def encoded(self, packed: Packed) -> dict[str, Encoded]:
+        """Every tensor of `packed` as training has left it."""
+        current = self.model.state_dict()
+        trained = {
+            name: cast(Trainable, weight).encoded()
+            for name, weight in zip(self.names, self.weights, strict=True)
+        }
+        for name, encoded in packed.items():
+            if name not in trained:
+                stored = encoded.parts["values"].dtype
+                method = Keep(stored if stored.is_floating_point else None)
+                kept = method.encode(current[name].detach().cpu().clone())
+                trained[name] = kept.noted(encoded.note) if encoded.note else kept
+        return {name: trained[name] for name in packed}

@@ -1,0 +1,191 @@
+"""What every method promises, whatever its settings and the weight's shape and type.
+
+A new method joins by an entry in each table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from factorpack.decode import check, decode, specs
+from factorpack.errors import WeightError
+from factorpack.format.bitpack import packed_bytes
+from factorpack.format.container import Reader
+from factorpack.methods import METHODS, QSPCA, Keep, Method, Scalar
+from factorpack.quantize.uniform import code_range
+from factorpack.record import Encoded
+from factorpack.size import fixed_bits
+from tests.helpers import assert_same_encoded, assert_same_tensor, relative_error, seeded, write_packed
+
+SETTINGS: dict[str, tuple[Method, ...]] = {
+    "qspca": (
+        QSPCA(256, 5),
+        QSPCA(8, 4, sparsity=0.3, tile=16),
+        QSPCA(4, 3, tile=9, center=False),
+        QSPCA(8, 6, codebook_bits=6, tile=32, latent_scales="column", clip="minmax"),
+    ),
+    "scalar": (Scalar(), Scalar(3), Scalar(2, "minmax")),
+    "keep": (Keep(), Keep("bfloat16")),
+}
+
+LADDERS: dict[str, tuple[Method, ...]] = {
+    "qspca": tuple(QSPCA(8, bits, codebook_bits=6, tile=16) for bits in range(2, 9)),
+    "scalar": tuple(Scalar(bits) for bits in range(2, 9)),
+    "keep": tuple(Keep(dtype) for dtype in ("float8_e5m2", "bfloat16", "float16", "float32", "float64")),
+}
+"""Each method from few bits to many."""
+
+KEEPS_ANYTHING = {"keep"}
+"""Methods that store numbers as they are, NaN included."""
+
+SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
+    "linear": ((48, 64), 0),
+    "embedding": ((101, 12), 0),
+    "conv1d": ((24, 10, 5), 0),
+    "conv2d": ((32, 16, 3, 3), 0),
+    "conv3d": ((8, 6, 2, 3, 3), 0),
+    "grouped": ((32, 4, 3, 3), 0),
+    "depthwise": ((40, 1, 3, 3), 0),
+    "transposed": ((16, 24, 3, 3), 1),
+    "transposed grouped": ((16, 6, 3, 3), 4),
+    "transposed depthwise": ((12, 1, 4), 12),
+    "odd": ((61, 67), 0),
+    "tiny": ((2, 2), 0),
+    "one": ((1, 1), 0),
+    "one row": ((1, 300), 0),
+    "one column": ((300, 1), 0),
+}
+
+FP16_EPS = torch.finfo(torch.float16).eps
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+EACH_METHOD = [
+    pytest.param(method, id=f"{name}{index}")
+    for name, methods in SETTINGS.items()
+    for index, method in enumerate(methods)
+]
+each_method = pytest.mark.parametrize("method", EACH_METHOD)
+each_shape = pytest.mark.parametrize(("shape", "groups"), SHAPES.values(), ids=SHAPES.keys())
+
+
+def test_every_method_is_here() -> None:
+    assert set(SETTINGS) == set(LADDERS) == set(METHODS)
+    for name, methods in SETTINGS.items():
+        assert {type(method) for method in (*methods, *LADDERS[name])} == {METHODS[name]}
+
+
+@each_shape
+@each_method
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_encode_store_decode(
+    method: Method, shape: tuple[int, ...], groups: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    weight = seeded(*shape, dtype=dtype)
+    before = weight.clone()
+    encoded = method.encode(weight, groups)
+
+    assert_same_tensor(weight, before)
+    assert_same_encoded(method.encode(weight, groups), encoded)
+    check(encoded.kind, encoded.shape, encoded.dtype, encoded.transposed_groups, specs(encoded))
+    for name, bits in encoded.bits.items():
+        low, high = code_range(bits)
+        assert encoded.parts[name].dtype == torch.int8
+        assert low <= encoded.parts[name].min() <= encoded.parts[name].max() <= high
+
+    decoded = decode(encoded)
+    assert (decoded.shape, decoded.dtype) == (weight.shape, weight.dtype)
+    assert decoded.isfinite().all()
+    assert_same_tensor(decode(encoded), decoded)
+
+    path = tmp_path / "one.packed.safetensors"
+    write_packed(path, {"w": encoded})
+    reader = Reader(path)
+    assert_same_encoded(reader["w"], encoded)
+    assert_same_tensor(decode(reader["w"]), decoded)
+    for name, bits in encoded.bits.items():
+        assert reader.rows["w"].parts[name].stored_bytes <= packed_bytes(encoded.parts[name].numel(), bits)
+    if not encoded.extra_zeros:  # else the paper may count a mask in the place of codes
+        stored_bits = {name: 8 * part.stored_bytes for name, part in reader.rows["w"].parts.items()}
+        assert sum(stored_bits.values()) <= sum(fixed_bits(encoded).values()) + 7 * len(encoded.bits)
+
+
+@each_shape
+@pytest.mark.parametrize("name", METHODS)
+def test_more_bits_are_never_worse(name: str, shape: tuple[int, ...], groups: int) -> None:
+    """Up to the rounding of FP16 scales, which decides where nothing else differs."""
+    weight = seeded(*shape, dtype=torch.float64)
+    errors = [relative_error(decode(method.encode(weight, groups)), weight) for method in LADDERS[name]]
+    for coarse, fine in zip(errors, errors[1:], strict=False):
+        assert fine <= coarse + FP16_EPS
+
+
+@each_shape
+@each_method
+def test_zeros_stay_zeros(method: Method, shape: tuple[int, ...], groups: int) -> None:
+    assert decode(method.encode(torch.zeros(shape), groups)).eq(0).all()
+
+
+@each_shape
+@each_method
+@pytest.mark.parametrize("power", [100, -66, -110], ids=["1e30", "1e-20", "1e-33"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_the_unit_of_the_weights_does_not_matter(
+    method: Method, shape: tuple[int, ...], groups: int, power: int, dtype: torch.dtype
+) -> None:
+    """Only scales may: they are FP16 where that can hold them, and FP32 elsewhere."""
+    weight = seeded(*shape, dtype=dtype)
+    far = weight * 2.0**power
+    usual = relative_error(decode(method.encode(weight, groups)), weight)
+    assert abs(relative_error(decode(method.encode(far, groups)), far) - usual) <= FP16_EPS
+
+
+@each_method
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_numbers_that_are_none(method: Method, bad: float) -> None:
+    weight = seeded(48, 64)
+    weight[5, 7] = bad
+    if method.name in KEEPS_ANYTHING:
+        assert str(decode(method.encode(weight))[5, 7].item()) == str(bad)
+        return
+    with pytest.raises(WeightError, match="1 of 3072 weights are NaN or infinite"):
+        method.encode(weight)
+
+
+@each_method
+def test_views_and_parameters_are_read_as_they_are(method: Method) -> None:
+    wide = seeded(64, 96)
+    view = wide[:, ::2].T
+    expected = method.encode(view.contiguous())
+    assert_same_encoded(method.encode(view), expected)
+    trained = method.encode(torch.nn.Parameter(view))
+    assert_same_encoded(trained, expected)
+    assert not any(part.requires_grad for part in trained.parts.values())
+
+
+@each_method
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_transposed_weight_is_its_plain_twin_turned(method: Method, groups: int) -> None:
+    """The parts are those of the same numbers stored out first, so one order of reading serves all."""
+    inputs, outputs = 16 // groups, 24 // groups
+    plain = seeded(24, inputs, 3, 3)
+    turned = torch.cat(
+        [block.transpose(0, 1) for block in plain.reshape(groups, outputs, inputs, 3, 3)]
+    )  # (in, out/g, 3, 3)
+    for part, (found, expected) in both_parts(method.encode(turned, groups), method.encode(plain)):
+        assert torch.equal(found, expected), part
+    assert_same_tensor(
+        decode(method.encode(turned, groups)),
+        torch.cat([b.transpose(0, 1) for b in decode(method.encode(plain)).reshape(groups, outputs, inputs, 3, 3)]),
+    )
+
+
+def both_parts(one: Encoded, other: Encoded) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    """Pairs of parts; kept values lie as in the source, so they have no plain twin."""
+    assert list(one.parts) == list(other.parts)
+    for name in one.parts:
+        if name != "values":
+            yield name, (one.parts[name], other.parts[name])

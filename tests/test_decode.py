@@ -1,0 +1,81 @@
+"""The representation's special cases, and types too narrow for the nearest code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from factorpack.decode import decode
+from factorpack.methods import QSPCA, Method, Scalar
+from factorpack.record import Encoded
+from factorpack.tiles import from_tiles, to_tiles
+from tests.helpers import assert_close, assert_same_tensor, seeded
+
+
+def codes(*shape: int, low: int = -8, high: int = 7, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high + 1, shape, generator=generator, dtype=torch.int8)
+
+
+def factors(
+    codebook: Tensor, latent: Tensor, shape: tuple[int, ...], latent_scale: Tensor | None = None, **other: Tensor
+) -> Encoded:
+    parts = {
+        "codebook": codebook,
+        "codebook_scale": torch.ones(1, codebook.shape[1], dtype=torch.float16),
+        "latent": latent,
+        "latent_scale": torch.ones(latent.shape[0], 1) if latent_scale is None else latent_scale,
+    }
+    return Encoded("factors", shape, torch.float32, parts | other, {"codebook": 4, "latent": 4})
+
+
+def test_an_identity_codebook_is_scalar_quantization() -> None:
+    """With the tile a whole filter and a scale a column, column j is output channel j."""
+    latent, scale = codes(12, 20), seeded(1, 20).abs()
+    encoded = factors(torch.eye(12, dtype=torch.int8), latent, (20, 12), scale)
+    scalar_parts = {"codes": latent.T.contiguous(), "scale": scale.T.contiguous()}
+    expected = Encoded("scalar", (20, 12), torch.float32, scalar_parts, {"codes": 4})
+    assert_same_tensor(decode(encoded), decode(expected))
+
+
+def test_a_one_hot_latent_is_vector_quantization() -> None:
+    codebook, choice = codes(6, 4), torch.arange(10) % 4
+    latent = torch.nn.functional.one_hot(choice, 4).T.to(torch.int8)
+    assert_same_tensor(decode(factors(codebook, latent, (10, 6))), codebook.T[choice].float())
+
+
+def test_a_binary_latent_is_additive_quantization() -> None:
+    codebook, latent = codes(6, 4), codes(4, 10, low=0, high=1)
+    chosen = [codebook.T[latent[:, j] == 1].float().sum(0) for j in range(10)]
+    assert_same_tensor(decode(factors(codebook, latent, (10, 6))), torch.stack(chosen))
+
+
+def test_tiles_of_in_times_w_are_spatial_svd() -> None:
+    """Read as (out*h) x (in*w), a weight of separable filters has the rank of its separable parts."""
+    outputs, inputs, height, width, rank = 6, 5, 3, 3, 2
+    vertical = seeded(rank, outputs, height, dtype=torch.float64)
+    horizontal = seeded(rank, inputs, width, dtype=torch.float64, seed=1)
+    weight = torch.einsum("roh,riw->oihw", vertical, horizontal)
+    by_position = weight.permute(0, 2, 1, 3)  # out, h, in, w: a tile is one row of a filter over all inputs
+    assert int(torch.linalg.matrix_rank(to_tiles(by_position, inputs * width))) == rank
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_factors_by_the_formula(centred: bool) -> None:
+    codebook, latent = codes(8, 3), codes(3, 5)
+    scales = {"codebook_scale": seeded(1, 3).abs().half(), "latent_scale": seeded(3, 1, seed=1).abs()}
+    mean = {"mean": seeded(8, 1, seed=2)} if centred else {}
+    encoded = factors(codebook, latent, (4, 9), **scales, **mean)
+    c = codebook.double() * scales["codebook_scale"].double()
+    z = latent.double() * scales["latent_scale"].double()
+    matrix = c @ z + (mean["mean"].double() if centred else 0.0)
+    assert_close(decode(encoded), from_tiles(matrix, (4, 9)), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("method", [Scalar(2, "minmax"), Scalar(4), QSPCA(8, 4, tile=16)])
+def test_codes_beyond_a_narrow_type_stop_at_its_largest(dtype: torch.dtype, method: Method) -> None:
+    limit = min(torch.finfo(dtype).max, 9e35)
+    weight = (seeded(64, 64).clamp(-1, 1) * limit).to(dtype)
+    assert decode(method.encode(weight)).float().isfinite().all()
