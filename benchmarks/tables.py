@@ -85,7 +85,101 @@ def speed() -> str:
     return f"{table}\n" + "".join(source(document) for document in documents.values())
 
 
-TABLES: dict[str, Callable[[], str]] = {"speed": speed}
+def thresholding() -> str:
+    document = result("thresholding", "resnet18")
+    outcome = document["result"]
+    cells = outcome["table"]
+    rows = []
+    for rank, name in dict.fromkeys((cell["rank"], cell["name"]) for cell in cells):
+        mine = [cell for cell in cells if (cell["rank"], cell["name"]) == (rank, name)]
+        scores = [f"{cell['top1']:.1f} ({cell['paper']:.1f})" for cell in mine]
+        rows.append([str(rank), name, *scores])
+    head = ["rank", "solver", *(f"{cell['sparsity']:.0%}" for cell in cells[:3])]
+    note = f"FP32 {outcome['fp32']:.2f} on these 2,000 images; the paper's numbers in parentheses.\n"
+    return f"{markdown(head, rows)}\n{note}{source(document)}"
+
+
+def cifar(model: str) -> Callable[[], str]:
+    def table() -> str:
+        document = result("cifar", model)
+        outcome = document["result"]
+        rows = [
+            [
+                *_setting(row["method"]),
+                f"{row['paper_ratio']:.2f}",
+                f"{row['file_ratio']:.2f}",
+                f"{row['top1_before']:.2f}",
+                f"{row['top1']:.2f}",
+            ]
+            for row in sorted(outcome["rows"], key=lambda row: row["file_ratio"])
+        ]
+        head = ["rank", "bits", "sparsity", "paper's ratio", "file ratio", "before", "fine-tuned"]
+        settings = document["settings"]
+        note = f"FP32 {outcome['fp32_test_top1']:.2f}; seed {settings['seed']}; {settings['schedule']}.\n"
+        return f"{markdown(head, rows)}\n{note}{source(document)}"
+
+    return table
+
+
+def fewshot(model: str) -> Callable[[], str]:
+    def table() -> str:
+        document = result("fewshot", model)
+        rows = [
+            [
+                *_setting(row["method"]),
+                f"{row['file_ratio']:.2f}",
+                f"{row['before']['top1']:.1f}",
+                f"{row['top1']:.1f}",
+                f"{row['agreement']:.1f}",
+                f"{row['kl']:.3f}",
+            ]
+            for row in sorted(document["result"]["rows"], key=lambda row: row["file_ratio"])
+        ]
+        head = [
+            "rank",
+            "bits",
+            "sparsity",
+            "file ratio",
+            "before",
+            "after",
+            "agreement with FP32",
+            "KL, nats",
+        ]
+        return f"{markdown(head, rows)}\n{document['settings']['schedule']}\n{source(document)}"
+
+    return table
+
+
+def ablation() -> str:
+    document = result("cifar", "resnet18")
+    rows = []
+    for ratio in (11, 25):
+        for row in near(document["result"]["rows"], ratio):
+            rows.append(
+                [f"{ratio}x", *_setting(row["method"]), f"{row['paper_ratio']:.2f}", f"{row['top1']:.2f}"]
+            )
+    return f"{markdown(['near', 'rank', 'bits', 'sparsity', 'ratio', 'top-1'], rows)}\n{source(document)}"
+
+
+def near(rows: list[dict[str, Any]], ratio: float) -> list[dict[str, Any]]:
+    """Results whose ratio by the paper's formula is within 12 % of `ratio`, the smallest rank first."""
+    close = [row for row in rows if abs(row["paper_ratio"] / ratio - 1) < 0.12]
+    return sorted(close, key=lambda row: (row["method"]["rank"], row["method"]["latent_bits"]))
+
+
+def _setting(method: dict[str, Any]) -> list[str]:
+    return [str(method["rank"]), str(method["latent_bits"]), f"{method['sparsity']:.0%}"]
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "speed": speed,
+    "thresholding": thresholding,
+    "cifar-resnet18": cifar("resnet18"),
+    "cifar-mobilenet_v2": cifar("mobilenet_v2"),
+    "ablation": ablation,
+    "fewshot-resnet18": fewshot("resnet18"),
+    "fewshot-mobilenet_v2": fewshot("mobilenet_v2"),
+}
 
 if __name__ == "__main__":
     main()

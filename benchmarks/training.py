@@ -91,6 +91,12 @@ def _train(net: nn.Module, epochs: int, seed: int) -> None:
             schedule.step()
 
 
+def case_of(method: Case, schedule: Case) -> Case:
+    """A method and its schedule: the study's own, where the method's entry does not say otherwise."""
+    plain = {field: value for field, value in method.items() if field != "schedule"}
+    return {"method": plain, "schedule": schedule | method.get("schedule", {})}
+
+
 def spread(
     work: Callable[[dict[str, Any]], dict[str, Any]], cases: list[dict[str, Any]], workers: int
 ) -> list[dict[str, Any]]:

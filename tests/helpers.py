@@ -95,7 +95,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> None:
-    """Equal up to the rounding of `dtype`, the narrower of the two unless given, on the largest number's scale."""
+    """Equal up to the rounding of `dtype` (the narrower of the two) on the scale of the largest number."""
     narrow = dtype or max(found.dtype, expected.dtype, key=lambda each: torch.finfo(each).eps)
     assert found.shape == expected.shape
     allowed = tolerance(narrow) * expected.abs().max().item() if expected.numel() else 0.0

@@ -19,7 +19,11 @@ def codes(*shape: int, low: int = -8, high: int = 7, seed: int = 0) -> Tensor:
 
 
 def factors(
-    codebook: Tensor, latent: Tensor, shape: tuple[int, ...], latent_scale: Tensor | None = None, **other: Tensor
+    codebook: Tensor,
+    latent: Tensor,
+    shape: tuple[int, ...],
+    latent_scale: Tensor | None = None,
+    **other: Tensor,
 ) -> Encoded:
     parts = {
         "codebook": codebook,

@@ -15,7 +15,9 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_nothing_heavy_is_loaded_and_nothing_is_printed() -> None:
-    done = run(f"import sys, factorpack; assert not set({HEAVY}) & set(sys.modules), set({HEAVY}) & set(sys.modules)")
+    done = run(
+        f"import sys, factorpack; assert not set({HEAVY}) & set(sys.modules), set({HEAVY}) & set(sys.modules)"
+    )
     assert (done.stdout, done.stderr) == ("", "")
 
 

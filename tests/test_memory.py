@@ -29,9 +29,9 @@ def peak_bytes():
 
 method = fp.QSPCA(16, 3, tile=64, clip="minmax")
 verbs = {
-    "compress_to": lambda folder: fp.compress_to(folder / "packed.safetensors", folder / "model.safetensors", method),
-    "export": lambda folder: fp.export(fp.load(folder / "packed.safetensors"), folder / "back.safetensors"),
-    "hold": lambda folder: fp.compress(folder / "model.safetensors", fp.Keep()),
+    "compress_to": lambda at: fp.compress_to(at / "packed.safetensors", at / "model.safetensors", method),
+    "export": lambda at: fp.export(fp.load(at / "packed.safetensors"), at / "back.safetensors"),
+    "hold": lambda at: fp.compress(at / "model.safetensors", fp.Keep()),
 }
 verb, one, many = verbs[sys.argv[1]], Path(sys.argv[2]), Path(sys.argv[3])
 verb(one)

@@ -16,9 +16,7 @@ from factorpack.size import ITEMS, fixed_bits, size_report
 from tests.helpers import seeded
 
 
-@pytest.mark.parametrize(
-    ("rank", "latent_bits", "ratio"), [(256, 5, 6.01), (128, 3, 16.95), (128, 5, 11.24)]
-)
+@pytest.mark.parametrize(("rank", "latent_bits", "ratio"), [(256, 5, 6.01), (128, 3, 16.95), (128, 5, 11.24)])
 def test_the_papers_ratios_for_resnet18(rank: int, latent_bits: int, ratio: float) -> None:
     """Within half a percent: the paper does not say what its smallest layers get."""
     method = fp.QSPCA(rank, latent_bits, clip="minmax")

@@ -54,7 +54,12 @@ class TestFiles:
 
     def test_names_in_a_file_come_in_natural_order(self, tmp_path: Path) -> None:
         save_file({f"layer{i}": torch.ones(1) for i in (10, 9, 1, 2)}, tmp_path / "a.safetensors")
-        assert list(open_source(tmp_path / "a.safetensors").entries) == ["layer1", "layer2", "layer9", "layer10"]
+        assert list(open_source(tmp_path / "a.safetensors").entries) == [
+            "layer1",
+            "layer2",
+            "layer9",
+            "layer10",
+        ]
 
     @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt"])
     @pytest.mark.parametrize("zipped", [True, False])
@@ -80,7 +85,9 @@ class TestFolders:
     def save(self, folder: Path, suffix: str, shards: dict[str, dict[str, Tensor]]) -> None:
         weight_map = {}
         for shard, tensors in shards.items():
-            save_file(tensors, folder / shard) if suffix == "safetensors" else torch.save(tensors, folder / shard)
+            save_file(tensors, folder / shard) if suffix == "safetensors" else torch.save(
+                tensors, folder / shard
+            )
             weight_map |= dict.fromkeys(tensors, shard)
         index = "model.safetensors.index.json" if suffix == "safetensors" else "pytorch_model.bin.index.json"
         (folder / index).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
@@ -104,7 +111,9 @@ class TestFolders:
 
     def test_tied_tensors_of_a_pickled_shard(self, tmp_path: Path) -> None:
         weight = seeded(5, 4)
-        self.save(tmp_path, "bin", {"a.bin": {"embed": weight, "head": weight}, "b.bin": {"other": seeded(3)}})
+        self.save(
+            tmp_path, "bin", {"a.bin": {"embed": weight, "head": weight}, "b.bin": {"other": seeded(3)}}
+        )
         source = open_source(tmp_path)
         assert dict(source.aliases) == {"head": "embed"}
         assert set(source.entries) == {"embed", "other"}
@@ -113,7 +122,7 @@ class TestFolders:
         self.save(tmp_path, "safetensors", {"a.safetensors": {"x": seeded(3)}})
         index = tmp_path / "model.safetensors.index.json"
         index.write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "a.safetensors"}}))
-        with pytest.raises(SourceError, match="1 tensors of .* are in no shard, the first is 'y'"):
+        with pytest.raises(SourceError, match=r"1 tensors of .* are in no shard, the first is 'y'"):
             open_source(tmp_path)
 
     @pytest.mark.parametrize(
@@ -126,17 +135,19 @@ class TestFolders:
 
     def test_a_shard_that_is_missing(self, tmp_path: Path) -> None:
         (tmp_path / "x.index.json").write_text(json.dumps({"weight_map": {"w": "gone.safetensors"}}))
-        with pytest.raises(SourceError, match="there is no file or folder .*gone.safetensors"):
+        with pytest.raises(SourceError, match=r"there is no file or folder .*gone.safetensors"):
             open_source(tmp_path / "x.index.json")
 
-    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": []}}', "\x00"])
+    @pytest.mark.parametrize(
+        "text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": []}}', "\x00"]
+    )
     def test_an_index_that_is_none(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "x.index.json").write_text(text)
         with pytest.raises(SourceError, match="is not an index with a weight_map"):
             open_source(tmp_path / "x.index.json")
 
     def test_a_folder_without_a_checkpoint(self, tmp_path: Path) -> None:
-        with pytest.raises(SourceError, match="holds none of model.safetensors.index.json"):
+        with pytest.raises(SourceError, match=r"holds none of model.safetensors.index.json"):
             open_source(tmp_path)
 
 
@@ -149,7 +160,9 @@ class TestMemory:
         assert_holds(open_source(model), model.state_dict())
 
     def test_only_a_model_tells_which_convolutions_are_transposed(self) -> None:
-        model = nn.Sequential(nn.ConvTranspose2d(8, 4, 3, groups=4), nn.Conv2d(4, 4, 3), nn.ConvTranspose1d(2, 2, 1))
+        model = nn.Sequential(
+            nn.ConvTranspose2d(8, 4, 3, groups=4), nn.Conv2d(4, 4, 3), nn.ConvTranspose1d(2, 2, 1)
+        )
         assert dict(open_source(model).transposed_groups) == {"0.weight": 4, "2.weight": 1}
         assert dict(open_source(model[0]).transposed_groups) == {"weight": 4}
         assert not open_source(model.state_dict()).transposed_groups
@@ -177,7 +190,9 @@ class TestMemory:
     def test_empty_tensors_share_no_storage(self) -> None:
         assert not open_source({"a": torch.empty(0), "b": torch.empty(0)}).aliases
 
-    @pytest.mark.parametrize("state", [{"a": 3}, {"a": [1.0]}, {1: torch.ones(1)}, {"a": {"b": torch.ones(1)}}])
+    @pytest.mark.parametrize(
+        "state", [{"a": 3}, {"a": [1.0]}, {1: torch.ones(1)}, {"a": {"b": torch.ones(1)}}]
+    )
     def test_entries_that_are_no_tensors(self, state: Any) -> None:
         with pytest.raises(SourceError, match="expected a tensor under a name"):
             open_source(state)
@@ -217,7 +232,9 @@ class TestNoCheckpoint:
     @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
     def test_damaged(self, tmp_path: Path, content: bytes, suffix: str) -> None:
         (tmp_path / f"a{suffix}").write_bytes(content)
-        with pytest.raises(SourceError, match="is not a whole safetensors file|cannot be read as plain tensors"):
+        with pytest.raises(
+            SourceError, match=r"is not a whole safetensors file|cannot be read as plain tensors"
+        ):
             open_source(tmp_path / f"a{suffix}")
 
     @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])

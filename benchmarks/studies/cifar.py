@@ -12,7 +12,7 @@ import torch
 import factorpack as fp
 from benchmarks.data import cifar10, normalized, shuffled
 from benchmarks.measure import top1
-from benchmarks.training import Augmented, cifar_net, device, spread
+from benchmarks.training import Augmented, case_of, cifar_net, device, spread
 from factorpack.methods import METHODS, from_fields
 
 HELD_OUT = 5000
@@ -29,7 +29,7 @@ def run(
 ) -> dict[str, Any]:
     """`measure_on` "train" trains without the last 5,000 training images and measures on those."""
     _, fp32 = cifar_net(model, seed, fp32_epochs)
-    cases = [{"method": method, "schedule": schedule | method.pop("schedule", {})} for method in methods]
+    cases = [case_of(method, schedule) for method in methods]
     work = partial(_one, model=model, seed=seed, fp32_epochs=fp32_epochs, measure_on=measure_on)
     return {"fp32_test_top1": fp32, "rows": spread(work, cases, workers)}
 

@@ -12,7 +12,7 @@ import torch
 import factorpack as fp
 from benchmarks.data import imagenet_train, imagenet_val, normalized, pretrained, shuffled
 from benchmarks.measure import fidelity, predictions
-from benchmarks.training import Augmented, device, spread
+from benchmarks.training import Augmented, case_of, device, spread
 from factorpack.methods import METHODS, from_fields
 
 HELD_OUT = 200
@@ -26,7 +26,7 @@ def run(
     measure_on: str = "val",
 ) -> dict[str, Any]:
     """`measure_on` "train" keeps 200 of the 1,000 images out of training and measures on those."""
-    cases = [{"method": method, "schedule": schedule | method.pop("schedule", {})} for method in methods]
+    cases = [case_of(method, schedule) for method in methods]
     return {"rows": spread(partial(_one, model=model, measure_on=measure_on), cases, workers)}
 
 

@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import factorpack as fp
 from benchmarks.data import imagenet_train, imagenet_val, normalized, pretrained, shuffled
 from benchmarks.measure import top1
-from benchmarks.training import device
+from benchmarks.training import device, spread
 
 
 def run(
-    model: str, ranks: list[int], latent_bits: int, sparsities: list[float], rows: list[dict[str, Any]]
+    model: str,
+    ranks: list[int],
+    latent_bits: int,
+    sparsities: list[float],
+    rows: list[dict[str, Any]],
+    workers: int,
 ) -> dict[str, Any]:
     """`rows` are the table's: a name, the solver's settings, and the paper's numbers."""
+    cases = [
+        {"name": row["name"], "rank": rank, "sparsity": sparsity, "paper": paper, "solver": row["solver"]}
+        for rank in ranks
+        for row in rows
+        if rank == ranks[0] or row.get("rank_search", False)
+        for sparsity, paper in zip(sparsities, row["paper"], strict=True)
+    ]
+    table = spread(partial(_cell, model=model, latent_bits=latent_bits), cases, workers)
+    return {"fp32": top1(pretrained(model).to(device()), imagenet_val()), "table": table}
+
+
+def _cell(case: dict[str, Any], model: str, latent_bits: int) -> dict[str, Any]:
     net = pretrained(model).to(device())
-    val = imagenet_val()
     calibration = [normalized(shuffled(imagenet_train())[0][:64].to(device()))]
-    table = []
-    for rank in ranks:
-        for row in rows:
-            if rank != ranks[0] and not row.get("rank_search", False):
-                continue
-            for sparsity, paper in zip(sparsities, row["paper"], strict=True):
-                solver = fp.ProjectedGradient(**row["solver"])
-                method = fp.QSPCA(rank, latent_bits, sparsity, clip="minmax", solver=solver)
-                packed = fp.compress(net, method, calibration=calibration, progress=False)
-                found = measured(packed, model, val)
-                table.append(
-                    {"name": row["name"], "rank": rank, "sparsity": sparsity, "paper": paper, **found}
-                )
-                print(table[-1], flush=True)
-    return {"fp32": top1(net, val), "table": table}
+    solver = fp.ProjectedGradient(**case["solver"])
+    method = fp.QSPCA(case["rank"], latent_bits, case["sparsity"], clip="minmax", solver=solver)
+    packed = fp.compress(net, method, calibration=calibration, progress=False)
+    described = {field: value for field, value in case.items() if field != "solver"}
+    return {**described, **measured(packed, model, imagenet_val())}
 
 
 def measured(packed: fp.Packed, model: str, val: Any) -> dict[str, float]:

@@ -6,7 +6,7 @@
 >>> model.load_state_dict(fp.load("model.packed.safetensors").state_dict())  # doctest: +SKIP
 """
 
-from factorpack.calibrate import Calibration, calibrate
+from factorpack.calibrate import calibrate
 from factorpack.decode import decode
 from factorpack.errors import FactorpackError, FormatError, PlanError, SourceError, WeightError
 from factorpack.methods import QSPCA, Keep, Scalar
@@ -19,7 +19,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "QSPCA",
-    "Calibration",
     "Encoded",
     "FactorpackError",
     "FormatError",

@@ -22,6 +22,7 @@ from factorpack.plan.rules import Rules
 from factorpack.report.tables import human_bytes, size_json, size_table
 from factorpack.report.verify import verify as verify_packed
 from factorpack.size import SizeReport
+from factorpack.tune.commands import evaluate, finetune
 
 # A pipe has no width: 80 columns would fold every line of a table.
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
@@ -170,6 +171,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "inspect": inspect,
     "decode": decode,
     "verify": verify,
+    "finetune": finetune,
+    "eval": evaluate,
     "demo": demo,
 }
 
@@ -199,7 +202,7 @@ def _rules(method: str | None, settings: dict[str, Any], recipe: Path | None) ->
     if recipe is not None:
         if method is not None or settings:
             raise PlanError("a recipe states methods and settings itself: give one or the other")
-        return read_recipe(recipe, DEFAULT_METHOD)
+        return read_recipe(recipe, DEFAULT_METHOD).rules
     return Rules(_method(method, settings))
 
 

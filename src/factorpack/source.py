@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +71,26 @@ def open_source(source: nn.Module | Mapping[str, Tensor] | str | Path) -> Source
     if isinstance(source, Mapping):
         return _from_state_dict(source)
     return _open_path(Path(source))
+
+
+def model_from(reference: str) -> nn.Module:
+    """The model that `module:callable` makes, as in `torchvision.models:resnet18`; this runs its code."""
+    module_name, _, attribute = reference.partition(":")
+    if not module_name or not attribute:
+        raise SourceError(f"{reference!r} does not name a model, expected module:callable")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise SourceError(f"there is no {reference!r}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    model = found() if callable(found) and not isinstance(found, nn.Module) else found
+    if not isinstance(model, nn.Module):
+        raise SourceError(f"{reference!r} gives a {type(model).__name__}, expected a torch module")
+    return model
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:

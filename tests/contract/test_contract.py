@@ -5,6 +5,7 @@ A new method joins by an entry in each table.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,7 +120,7 @@ def test_more_bits_are_never_worse(name: str, shape: tuple[int, ...], groups: in
     """Up to the rounding of FP16 scales, which decides where nothing else differs."""
     weight = seeded(*shape, dtype=torch.float64)
     errors = [relative_error(decode(method.encode(weight, groups)), weight) for method in LADDERS[name]]
-    for coarse, fine in zip(errors, errors[1:], strict=False):
+    for coarse, fine in itertools.pairwise(errors):
         assert fine <= coarse + FP16_EPS
 
 
@@ -179,7 +180,9 @@ def test_a_transposed_weight_is_its_plain_twin_turned(method: Method, groups: in
         assert torch.equal(found, expected), part
     assert_same_tensor(
         decode(method.encode(turned, groups)),
-        torch.cat([b.transpose(0, 1) for b in decode(method.encode(plain)).reshape(groups, outputs, inputs, 3, 3)]),
+        torch.cat(
+            [b.transpose(0, 1) for b in decode(method.encode(plain)).reshape(groups, outputs, inputs, 3, 3)]
+        ),
     )
 
 

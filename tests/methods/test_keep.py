@@ -43,7 +43,9 @@ def test_views_are_stored_as_they_read() -> None:
     assert_same_tensor(decode(encoded), tensor)
 
 
-@pytest.mark.parametrize("name", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize(
+    "name", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+)
 @pytest.mark.parametrize("as_name", [True, False])
 def test_rounding_to_a_float_type(name: str, as_name: bool) -> None:
     tensor = values(torch.float32)
@@ -105,5 +107,5 @@ def test_impossible_settings(dtype: Any, message: str) -> None:
 
 
 def test_a_type_no_file_knows() -> None:
-    with pytest.raises(WeightError, match="torch.uint16 cannot be stored, known are"):
+    with pytest.raises(WeightError, match=r"torch.uint16 cannot be stored, known are"):
         Keep().encode(torch.zeros(3, dtype=torch.uint16))

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from factorpack.errors import PlanError
 from factorpack.methods import QSPCA, Keep, Method, Scalar
-from factorpack.plan.rules import CLASSIFIER, DEPTHWISE, Choice, Rules, classifier_of, first_convolution, matches
+from factorpack.plan.rules import (
+    CLASSIFIER,
+    DEPTHWISE,
+    Choice,
+    Rules,
+    classifier_of,
+    first_convolution,
+    matches,
+)
 from factorpack.source import Source, open_source
 
 METHOD = QSPCA(64, 4)
@@ -52,7 +60,9 @@ def test_the_papers_habits() -> None:
 @pytest.mark.parametrize("method", [Scalar(3), Keep("float16")])
 def test_methods_that_suit_anything_get_every_weight(method: Method) -> None:
     plan = choices(Rules(method))
-    assert [choice.method for name, choice in plan.items() if len(CONVNET.entries[name].shape) > 1] == [method] * 5
+    assert [choice.method for name, choice in plan.items() if len(CONVNET.entries[name].shape) > 1] == [
+        method
+    ] * 5
     assert plan["fc.bias"] == Choice(Keep(), "vector")
 
 
@@ -167,7 +177,10 @@ def test_the_first_convolution(tensors: Source, expected: str | None) -> None:
     ("tensors", "expected"),
     [
         (CONVNET, "fc.weight"),
-        (source(conv__weight=(8, 3, 3, 3), classifier__0__weight=(9, 8), classifier__10__weight=(9, 9)), "classifier.10.weight"),
+        (
+            source(conv__weight=(8, 3, 3, 3), classifier__0__weight=(9, 8), classifier__10__weight=(9, 9)),
+            "classifier.10.weight",
+        ),
         (source(classifier__9__weight=(9, 8), classifier__10__weight=(9, 9)), "classifier.10.weight"),
         (source(conv__weight=(8, 3, 3, 3), a__weight=(9, 8), b__weight=(9, 8)), "b.weight"),
         (source(a__weight=(9, 8), b__weight=(9, 8)), None),  # no head by name, and no convolutional net

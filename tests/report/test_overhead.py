@@ -21,7 +21,9 @@ def on_resnet18() -> tuple[fp.Packed, OverheadReport]:
 
 
 class TestThePaper:
-    def test_a_layers_overhead_is_rank_over_positions(self, on_resnet18: tuple[fp.Packed, OverheadReport]) -> None:
+    def test_a_layers_overhead_is_rank_over_positions(
+        self, on_resnet18: tuple[fp.Packed, OverheadReport]
+    ) -> None:
         """56 x 56 positions in the first stage, and a quarter of them in each one after."""
         packed, report = on_resnet18
         assert report.uncounted == ()

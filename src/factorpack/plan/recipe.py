@@ -15,6 +15,8 @@ bits = 4
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +24,31 @@ from factorpack.errors import PlanError
 from factorpack.methods import METHODS, Method, from_fields
 from factorpack.plan.rules import Rules
 
-_KEYS = ("default", "layers", "exclude")
+_KEYS = ("default", "layers", "exclude", "finetune")
 
 
-def read_recipe(path: str | Path, fallback: Method) -> Rules:
-    """The rules a recipe states; `fallback` is the method where it has no [default]."""
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a recipe states: which tensor gets which method, and settings of a fine-tuning run."""
+
+    rules: Rules
+    finetune: Mapping[str, Any]
+
+
+def read_recipe(path: str | Path, fallback: Method) -> Recipe:
+    """A recipe from its file; `fallback` is the method where it has no [default]."""
     try:
         document = tomllib.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise PlanError(f"the recipe {path} cannot be read: {error}") from error
     try:
-        return _rules(document, fallback)
+        return _recipe(document, fallback)
     except PlanError as error:
         error.add_note(f"in the recipe {path}")
         raise
 
 
-def _rules(document: dict[str, Any], fallback: Method) -> Rules:
+def _recipe(document: dict[str, Any], fallback: Method) -> Recipe:
     unknown = sorted(set(document) - set(_KEYS))
     if unknown:
         raise PlanError(f"unknown key {unknown[0]!r}, known are {', '.join(_KEYS)}")
@@ -52,7 +62,11 @@ def _rules(document: dict[str, Any], fallback: Method) -> Rules:
     if not all(isinstance(pattern, str) for pattern in exclude):
         raise PlanError("exclude is a list of patterns, each a string")
     method = fallback if default is None else _method("default", default)
-    return Rules(method, {pattern: _method(pattern, fields) for pattern, fields in layers.items()}, exclude)
+    finetune = document.get("finetune", {})
+    if not isinstance(finetune, dict):
+        raise PlanError("finetune is a table of settings")
+    chosen = {pattern: _method(pattern, fields) for pattern, fields in layers.items()}
+    return Recipe(Rules(method, chosen, exclude), finetune)
 
 
 def _method(where: str, fields: object) -> Method:

@@ -1,0 +1,117 @@
+"""Draws the figures of docs/results.md from benchmarks/results: python -m benchmarks.figures"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from benchmarks.tables import ROOT, near, result
+
+FIGURES = ROOT / "docs" / "figures"
+INK, BLUE, ORANGE, GREY = "#222222", "#1f6fb4", "#d9731a", "#8a8a8a"
+
+# The paper's appendix, ResNet18 on ImageNet after 25 epochs: its ratio and its top-1.
+PAPER = [
+    (6.01, 70.26), (6.96, 70.06), (8.91, 70.04), (11.50, 69.77), (13.20, 69.47), (16.95, 69.15),
+    (18.17, 68.91), (20.19, 68.73), (21.70, 68.63), (23.04, 68.17), (25.34, 68.11), (27.49, 67.52),
+    (29.02, 67.20), (30.02, 66.94), (32.62, 66.86), (33.78, 66.37), (39.88, 64.48),
+]  # fmt: skip
+
+
+def main() -> None:
+    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    _save(pareto(), "cifar-pareto")
+    _save(rank_or_bits(), "rank-or-bits")
+    _save(fewshot(), "fewshot")
+
+
+def pareto() -> plt.Figure:
+    """Accuracy lost against real file ratio, both nets, and the paper's own points in its own ratio."""
+    figure, axes = plt.subplots(figsize=(7.2, 4.2))
+    for model, colour in (("resnet18", BLUE), ("mobilenet_v2", ORANGE)):
+        outcome = result("cifar", model)["result"]
+        rows = sorted(outcome["rows"], key=lambda row: row["file_ratio"])
+        lost = [row["top1"] - outcome["fp32_test_top1"] for row in rows]
+        ratios = [row["file_ratio"] for row in rows]
+        name = f"{model}, CIFAR-10, 5 epochs (FP32 {outcome['fp32_test_top1']:.1f} %)"
+        axes.plot(ratios, lost, "o", color=colour, ms=4.5, label=name)
+        _frontier(axes, ratios, lost, colour)
+    axes.plot(
+        [ratio for ratio, _ in PAPER],
+        [score - 69.76 for _, score in PAPER],
+        "x",
+        color=GREY,
+        ms=5,
+        label="the paper: ResNet18, ImageNet, 25 epochs (its ratio)",
+    )
+    axes.axhline(0, color=INK, lw=0.8)
+    axes.annotate("FP32", (axes.get_xlim()[1], 0), ha="right", va="bottom", color=INK)
+    axes.set(xlabel="times smaller than FP32, bytes on disk", ylabel="top-1 against FP32, points")
+    axes.set_title("QSPCA fine-tuned, the paper's settings", loc="left")
+    axes.legend(frameon=False, loc="lower left")
+    return figure
+
+
+def rank_or_bits() -> plt.Figure:
+    """At one size: is it better to spend on rank or on bits?"""
+    rows = result("cifar", "resnet18")["result"]["rows"]
+    figure, panes = plt.subplots(1, 2, figsize=(7.2, 3.4), sharey=True)
+    for axes, ratio in zip(panes, (11, 25), strict=True):
+        for row in near(rows, ratio):
+            method = row["method"]
+            axes.plot(method["rank"], row["top1"], "o", color=BLUE, ms=5)
+            label = f" {method['latent_bits']} bits" + (
+                f", {method['sparsity']:.0%}" if method["sparsity"] else ""
+            )
+            axes.annotate(label, (method["rank"], row["top1"]), fontsize=8, va="center")
+        axes.set(xlabel="rank", title=f"near {ratio}x by the paper's formula")
+        axes.margins(x=0.25)
+    panes[0].set_ylabel("CIFAR-10 top-1, %")
+    return figure
+
+
+def fewshot() -> plt.Figure:
+    figure, axes = plt.subplots(figsize=(7.2, 3.8))
+    for model, colour in (("resnet18", BLUE), ("mobilenet_v2", ORANGE)):
+        rows = sorted(result("fewshot", model)["result"]["rows"], key=lambda row: row["file_ratio"])
+        ratios = [row["file_ratio"] for row in rows]
+        axes.plot(
+            ratios, [row["top1"] for row in rows], "o-", color=colour, ms=5, label=f"{model}, 1,000 images"
+        )
+        axes.plot(
+            ratios,
+            [row["before"]["top1"] for row in rows],
+            "o:",
+            color=colour,
+            ms=3,
+            label=f"{model}, before",
+        )
+    axes.set(xlabel="times smaller than FP32, bytes on disk", ylabel="ImageNet top-1, %, 2,000 images")
+    axes.legend(frameon=False)
+    return figure
+
+
+def _frontier(axes: plt.Axes, ratios: list[float], values: list[float], colour: str) -> None:
+    best: list[tuple[float, float]] = []
+    for ratio, value in sorted(zip(ratios, values, strict=True), reverse=True):
+        if not best or value > best[-1][1]:
+            best.append((ratio, value))
+    axes.plot([ratio for ratio, _ in best], [value for _, value in best], "-", color=colour, lw=1, alpha=0.6)
+
+
+def _save(figure: plt.Figure, name: str) -> None:
+    figure.tight_layout()
+    metadata: dict[str, Any] = {"Date": None}
+    figure.savefig(Path(FIGURES / f"{name}.svg"), metadata=metadata)
+    figure.savefig(Path(FIGURES / f"{name}.png"), dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""`factorpack finetune` and `factorpack eval`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from torch import nn
+
+from factorpack.errors import FormatError, PlanError, SourceError
+from factorpack.methods.protocol import build, samples_of
+from factorpack.model import DEFAULT_METHOD, Packed, compress, load, save
+from factorpack.plan.recipe import Recipe, read_recipe
+from factorpack.plan.rules import Rules
+from factorpack.source import model_from, open_source
+from factorpack.tune.evaluate import Accuracy
+from factorpack.tune.evaluate import evaluate as measure
+from factorpack.tune.finetune import Schedule
+from factorpack.tune.finetune import finetune as tune
+from factorpack.tune.images import ImageFolder, image_folder, loader
+
+console = Console(highlight=False)
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        help="What makes the model: module:callable, as torchvision.models:resnet18.",
+        show_default=False,
+    ),
+]
+Data = Annotated[
+    Path,
+    typer.Option(help="A folder with a folder a class, or with train/ and val/ in it.", show_default=False),
+]
+Workers = Annotated[int, typer.Option(help="Processes that read pictures.")]
+BatchSize = Annotated[int, typer.Option(help="Pictures a step.")]
+ImageSize = Annotated[int, typer.Option(help="Side of the square pictures the model takes.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def evaluate(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A packed file, or any checkpoint.")],
+    model: Model,
+    data: Data,
+    batch_size: BatchSize = 64,
+    image_size: ImageSize = 224,
+    workers: Workers = 2,
+    as_json: Json = False,
+) -> None:
+    """Measure top-1 and top-5 accuracy on an image folder.
+
+    Example:
+
+        factorpack eval resnet18.packed.safetensors --model torchvision.models:resnet18 --data imagenet
+    """
+    net = _weights_into(model_from(model), file).to(_device())
+    pictures = ImageFolder(image_folder(data, "val"), image_size)
+    found = measure(net, loader(pictures, batch_size, workers), progress=not as_json)
+    if as_json:
+        print(json.dumps({"file": str(file), **asdict(found)}))
+    else:
+        console.print(f"{file}: {_words(found)}, {found.samples_per_s:.0f} pictures/s")
+
+
+def finetune(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="SRC", help="A packed file, or a checkpoint to compress by --recipe first."),
+    ],
+    model: Model,
+    data: Data,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.", show_default=False)],
+    recipe: Annotated[
+        Path | None, typer.Option(help="A TOML file with methods, and settings under [finetune].")
+    ] = None,
+    teacher: Annotated[
+        Path | None, typer.Option(help="The original checkpoint: learn its answers and not only the labels.")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the pictures. Default: 5.")] = None,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(help="The first rate; a cosine takes it to a thousandth. Default: 3e-4."),
+    ] = None,
+    batch_norm: Annotated[
+        str | None, typer.Option(help="'train', or 'frozen' for few pictures. Default: train.")
+    ] = None,
+    teacher_share: Annotated[
+        float | None, typer.Option(help="With --teacher, how much of the loss is distillation. Default: 1.")
+    ] = None,
+    mixed_precision: Annotated[str | None, typer.Option(help="no, fp16 or bf16. Default: no.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Default: 0.")] = None,
+    batch_size: BatchSize = 64,
+    image_size: ImageSize = 224,
+    workers: Workers = 2,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Where the run's state is kept, so that it can go on. Default: OUTPUT.checkpoint."),
+    ] = None,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between two saves of it.")] = 500,
+    as_json: Json = False,
+) -> None:
+    """Train a packed model end to end in its packed form, and save it.
+
+    Killed, it goes on from its checkpoint when it is started again. Under `accelerate launch` or torchrun
+    the same command uses several processes or GPUs.
+
+    Example, the paper's own from a plain checkpoint:
+
+        factorpack finetune resnet18.safetensors --recipe recipes/paper/resnet18-rank128-3bit.toml
+        --model torchvision.models:resnet18 --data imagenet -o resnet18.packed.safetensors
+    """
+    stated = read_recipe(recipe, DEFAULT_METHOD) if recipe is not None else None
+    options = {
+        "epochs": epochs,
+        "learning_rate": learning_rate,
+        "batch_norm": batch_norm,
+        "teacher_share": teacher_share,
+        "mixed_precision": mixed_precision,
+        "seed": seed,
+    }
+    given = {key: value for key, value in options.items() if value is not None}
+    schedule: Schedule = build(Schedule, {**(stated.finetune if stated else {}), **given}, "fine-tuning")
+    net = model_from(model).to(_device())
+    pictures = ImageFolder(image_folder(data, "train"), image_size, augment=True)
+    batches = loader(pictures, batch_size, workers, shuffle=True)
+    original = _weights_into(model_from(model), teacher).to(_device()) if teacher is not None else None
+    torch.manual_seed(schedule.seed)
+    packed = _packed(source, stated, net, batches)
+    state = checkpoint or output.with_name(f"{output.name}.checkpoint")
+    tune(
+        packed,
+        net,
+        batches,
+        teacher=original,
+        schedule=schedule,
+        checkpoint=state,
+        checkpoint_every=checkpoint_every,
+        progress=not as_json,
+    )
+    save(packed, output)
+    state.unlink(missing_ok=True)
+    _tell(output, model, data, (batch_size, image_size, workers), as_json)
+
+
+def _tell(output: Path, model: str, data: Path, reading: tuple[int, int, int], as_json: bool) -> None:
+    """Size, and accuracy where there is a val folder: both of the file, read back."""
+    packed = load(output)
+    report = packed.size()
+    batch_size, image_size, workers = reading
+    found: Accuracy | None = None
+    if (data / "val").is_dir():
+        net = packed.load_into(model_from(model)).to(_device())
+        pictures = ImageFolder(data / "val", image_size)
+        found = measure(net, loader(pictures, batch_size, workers), progress=not as_json)
+    if as_json:
+        sizes = {"file_bytes": report.file_bytes, "file_ratio": report.file_ratio}
+        print(json.dumps({"path": str(output), **sizes, "accuracy": asdict(found) if found else None}))
+    else:
+        words = f", {_words(found)}" if found else ""
+        console.print(f"{output}: {report.file_ratio:.2f} times smaller than FP32{words}")
+
+
+def _packed(source: Path, recipe: Recipe | None, net: nn.Module, batches: Any) -> Packed:
+    """The packed file itself, or a checkpoint compressed by the recipe, calibrated on training pictures."""
+    try:
+        return load(source)
+    except FormatError:
+        if recipe is None:
+            raise PlanError(f"{source} is not a packed file: give a --recipe to compress it by") from None
+    rules: Rules = recipe.rules
+    _weights_into(net, source)
+    wanted = max(samples_of(method) for method in (rules.method, *rules.layers.values()))
+    calibration = batches if wanted else None
+    return compress(
+        net, rules.method, layers=rules.layers, exclude=list(rules.exclude), calibration=calibration
+    )
+
+
+def _weights_into(model: nn.Module, file: Path) -> nn.Module:
+    try:
+        return load(file).load_into(model)
+    except FormatError:
+        opened = open_source(file)
+        state = {name: entry.load() for name, entry in opened.entries.items()}
+        state |= {alias: state[target] for alias, target in opened.aliases.items()}
+        try:
+            model.load_state_dict(state)
+        except RuntimeError as error:
+            raise SourceError(f"{file} does not fit the model: {error}") from error
+        return model
+
+
+def _words(accuracy: Accuracy) -> str:
+    return f"top-1 {accuracy.top1:.2%}, top-5 {accuracy.top5:.2%} of {accuracy.samples} pictures"
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

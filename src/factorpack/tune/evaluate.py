@@ -1,0 +1,44 @@
+"""Accuracy of a classifier on batches of (inputs, labels)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from factorpack.calibrate import evaluating
+from factorpack.errors import SourceError
+from factorpack.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Shares of samples whose class is the first answer, or among the first five."""
+
+    top1: float
+    top5: float
+    samples: int
+    samples_per_s: float
+
+
+def evaluate(model: nn.Module, batches: Iterable[Any], progress: bool = True) -> Accuracy:
+    """Runs a model over labelled batches, in evaluation mode, on the device it is on."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    total = len(batches) if isinstance(batches, Sized) else 0
+    first, five, samples, started = 0, 0, 0, time.perf_counter()
+    with evaluating(model), torch.inference_mode(), Progress("evaluating", total, progress, "batches") as bar:
+        for inputs, labels in batches:
+            answers = model(inputs.to(device))
+            ranked = answers.topk(min(5, answers.shape[1]), 1).indices
+            hits = ranked == labels.to(device)[:, None]
+            first += int(hits[:, 0].sum())
+            five += int(hits.sum())
+            samples += len(labels)
+            bar.advance(f"top-1 {first / samples:.2%}", 1)
+    if samples == 0:
+        raise SourceError("there is nothing to evaluate on: no batches")
+    return Accuracy(first / samples, five / samples, samples, samples / (time.perf_counter() - started))

@@ -1,0 +1,110 @@
+"""Image folders: a folder a class, as ImageNet's are laid out, with the usual crops."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from factorpack.errors import SourceError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class ImageFolder(Dataset[tuple[Tensor, int]]):
+    """`folder/class/picture.jpg`, classes numbered in the order of their names.
+
+    Evaluation resizes the short side to 8/7 of `side` and takes the centre (256 and 224, as usual);
+    `augment` takes random crops of 8 to 100 % of the area, and flips. Normalized as torchvision does.
+    """
+
+    def __init__(self, folder: str | Path, side: int = 224, augment: bool = False) -> None:
+        self.folder, self.side, self.augment = Path(folder), side, augment
+        self.classes = sorted(path.name for path in self.folder.iterdir() if path.is_dir())
+        self.files = [
+            (path, number)
+            for number, name in enumerate(self.classes)
+            for path in sorted((self.folder / name).iterdir())
+            if path.suffix.lower() in SUFFIXES
+        ]
+        if not self.files:
+            raise SourceError(f"{self.folder} holds no class folders with pictures, {sorted(SUFFIXES)}")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        path, number = self.files[index]
+        picture = _open(path)
+        picture = _random_crop(picture, self.side) if self.augment else _centre(picture, self.side)
+        pixels = torch.from_numpy(np.array(picture, dtype=np.float32)).permute(2, 0, 1) / 255
+        return (pixels - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1), number
+
+
+def image_folder(data: Path, split: str) -> Path:
+    """`data/split` where there is such a folder, else `data` itself."""
+    if not data.is_dir():
+        raise SourceError(f"there is no folder {data}")
+    return data / split if (data / split).is_dir() else data
+
+
+def loader(
+    dataset: ImageFolder, batch_size: int, workers: int, shuffle: bool = False
+) -> DataLoader[tuple[Tensor, Tensor]]:
+    options: dict[str, Any] = {"batch_size": batch_size, "num_workers": workers, "shuffle": shuffle}
+    if shuffle and len(dataset) < batch_size:
+        raise SourceError(f"{len(dataset)} pictures do not fill a batch of {batch_size}")
+    pictures: Dataset[Any] = dataset  # the loader makes tensors of the labels
+    return DataLoader(pictures, drop_last=shuffle, pin_memory=torch.cuda.is_available(), **options)
+
+
+def _open(path: Path) -> Image:
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise SourceError("reading pictures needs pillow: pip install 'factorpack[images]'") from error
+    try:
+        with Image.open(path) as picture:
+            return picture.convert("RGB")
+    except (UnidentifiedImageError, OSError) as error:
+        raise SourceError(f"{path} is not a picture that can be read: {error}") from error
+
+
+def _centre(picture: Image, side: int) -> Image:
+    short = round(side * 8 / 7)
+    width, height = picture.size
+    scale = short / min(width, height)
+    if min(width, height) != short:
+        picture = picture.resize((max(round(width * scale), side), max(round(height * scale), side)), 2)
+    left, top = (picture.width - side) // 2, (picture.height - side) // 2
+    return picture.crop((left, top, left + side, top + side))
+
+
+def _random_crop(picture: Image, side: int) -> Image:
+    """A crop of random area and shape, resized to a square; mirrored half of the time."""
+    width, height = picture.size
+    for _ in range(10):
+        area = width * height * float(torch.empty(1).uniform_(0.08, 1.0))
+        ratio = math.exp(float(torch.empty(1).uniform_(math.log(3 / 4), math.log(4 / 3))))
+        wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < wide <= width and 0 < high <= height:
+            left = int(torch.randint(width - wide + 1, (1,)))
+            top = int(torch.randint(height - high + 1, (1,)))
+            picture = picture.resize((side, side), 2, (left, top, left + wide, top + high))
+            break
+    else:
+        picture = _centre(picture, side)
+    if float(torch.rand(1)) < 0.5:
+        from PIL.Image import Transpose
+
+        return picture.transpose(Transpose.FLIP_LEFT_RIGHT)
+    return picture
