@@ -37,6 +37,7 @@ from tests.golden.make import ALIASES, GOLDEN, codes, powers, tensors
 from tests.pieces import Pieces, compact, container_of, envelope_of, take_apart
 
 REFUSED, SAME, OTHER = "refused", "same", "another model"
+DONOR = GOLDEN.read_bytes()
 MEMORY_BYTES = 4 << 30
 FILE_SECONDS = 5.0
 
@@ -97,11 +98,18 @@ def repeat_chunk(data: bytes, rng: random.Random) -> bytes:
     return data[:end] + data[start:]
 
 
-def swap_chunks(data: bytes, rng: random.Random) -> bytes:
+def move_chunk(data: bytes, rng: random.Random) -> bytes:
     start, end = _span(data, rng)
     other = rng.randrange(len(data))
     piece, rest = data[start:end], data[:start] + data[end:]
     return rest[:other] + piece + rest[other:]
+
+
+def splice(data: bytes, rng: random.Random) -> bytes:
+    """A piece of the golden file in the place of one of this file."""
+    start, end = _span(data, rng)
+    first, last = _span(DONOR, rng)
+    return data[:start] + DONOR[first:last] + data[end:]
 
 
 def edit_header_length(data: bytes, rng: random.Random) -> bytes:
@@ -132,7 +140,8 @@ DAMAGES: dict[str, Callable[[bytes, random.Random], bytes]] = {
     "cut": cut,
     "drop a chunk": drop_chunk,
     "repeat a chunk": repeat_chunk,
-    "move a chunk": swap_chunks,
+    "move a chunk": move_chunk,
+    "splice": splice,
     "header length": edit_header_length,
     "header text": edit_header_text,
 }
@@ -282,7 +291,7 @@ def signed(pieces: Pieces) -> bytes:
 def forge_text(blob: bytes, rng: random.Random) -> bytes:
     """Damage to the schema's JSON text, under a right checksum."""
     pieces = take_apart(blob)
-    text = rng.choice((flip_bits, set_bytes, drop_chunk, repeat_chunk, swap_chunks))(
+    text = rng.choice((flip_bits, set_bytes, drop_chunk, repeat_chunk, move_chunk))(
         compact(pieces.document), rng
     )
     return container_of(envelope_of(text), pieces.entries())

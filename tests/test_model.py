@@ -202,7 +202,7 @@ class TestBackIntoAModel:
 
     def test_what_is_loaded_can_be_trained_without_changing_the_file(self) -> None:
         packed = fp.compress(Net(), METHOD)
-        before = packed.state_dict()
+        before = {name: tensor.clone() for name, tensor in packed.state_dict().items()}
         for tensor in packed.state_dict().values():
             tensor.zero_()
         for name, tensor in packed.state_dict().items():

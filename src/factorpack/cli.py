@@ -19,7 +19,7 @@ from factorpack.methods import METHODS, Method, from_fields
 from factorpack.model import DEFAULT_METHOD
 from factorpack.plan.recipe import read_recipe
 from factorpack.plan.rules import Rules
-from factorpack.report.tables import human_bytes, size_json, size_table
+from factorpack.report.tables import human_bytes, plain, printable, size_json, size_table
 from factorpack.report.verify import verify as verify_packed
 from factorpack.size import SizeReport
 from factorpack.tune.commands import evaluate, finetune
@@ -44,7 +44,11 @@ def compress(
     output: Output,
     method: Annotated[
         str | None,
-        typer.Option(help=f"One of {', '.join(METHODS)}. Default: {DEFAULT_METHOD}.", show_default=False),
+        typer.Option(
+            help=f"One of {', '.join(METHODS)}. Default: qspca, rank {DEFAULT_METHOD.rank}, "
+            f"{DEFAULT_METHOD.latent_bits} bits.",
+            show_default=False,
+        ),
     ] = None,
     rank: Annotated[int | None, typer.Option(help="qspca: columns of the codebook, up to the tile.")] = None,
     latent_bits: Annotated[int | None, typer.Option(help="qspca: bits of a latent code, 2 to 8.")] = None,
@@ -160,7 +164,7 @@ def verify(
     else:
         for check in checks if against else problems:
             outcome = f"[red]{check.problem}[/red]" if check.problem else f"{check.relative_error:.4f}"
-            out.print(f"{check.name}  {outcome}")
+            out.print(f"{plain(check.name)}  {outcome}")
         out.print(f"{file}: {len(checks)} tensors, every checksum right, {len(problems)} problems")
     if problems:
         raise typer.Exit(1)
@@ -189,9 +193,9 @@ for _name, _command in COMMANDS.items():
 
 def main() -> None:
     try:
-        app()
+        app(prog_name="factorpack")
     except (FactorpackError, OSError) as error:
-        lines = [str(error), *getattr(error, "__notes__", [])]
+        lines = [printable(text) for text in (str(error), *getattr(error, "__notes__", []))]
         Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(
             "error: " + "\n  ".join(lines)
         )

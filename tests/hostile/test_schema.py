@@ -278,6 +278,11 @@ PARTS: Cases = {
         "conv.weight",
         "expected (16, 1)",
     ),
+    "other shape of codebook scales": (
+        part("up.weight", "codebook_scale", (SHAPE, [3, 1])),
+        "up.weight",
+        "'codebook_scale' has shape (3, 1)",
+    ),
     "integer mean": (part("conv.weight", "mean", (KIND, "int32")), "conv.weight", "'mean' is torch.int32"),
     "empty factors": (field("up.weight", "shape", [4, 3, 0, 4]), "up.weight", "has no factors"),
     "empty codes": (field("fc.weight", "shape", [6, 0]), "fc.weight", "has no channels to quantize"),

@@ -175,6 +175,13 @@ def test_a_dead_row_gets_scale_zero_and_zeros(clip: Clip) -> None:
     assert from_codes(to_codes(rows, scale, 4), scale).isfinite().all()
 
 
+def test_a_scale_that_fp16_rounds_to_zero_gives_zeros() -> None:
+    rows = torch.cat([seeded(1, 10), seeded(1, 10) * 1e-9])
+    scale = fit_scale(rows, 4)
+    assert scale[1].item() == 0.0
+    assert to_codes(rows, scale, 4)[1].eq(0).all()
+
+
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_rows_of_one_sign(clip: Clip, sign: float) -> None:

@@ -125,10 +125,10 @@ def _inflate(field: object, crc: int) -> bytes:
         if zlib.crc32(packed) != crc or base64.b64encode(packed).decode() != field:
             raise FormatError("the schema's checksum does not match: the file is damaged")
         inflater = zlib.decompressobj()
-        text = inflater.decompress(packed, MAX_JSON_BYTES + 1)
+        text = inflater.decompress(packed, MAX_JSON_BYTES)
     except (binascii.Error, zlib.error, ValueError) as error:
         raise FormatError(f"the schema cannot be read: {error}") from error
-    if not inflater.eof or inflater.unused_data or len(text) > MAX_JSON_BYTES:
+    if not inflater.eof or inflater.unused_data:
         raise FormatError(f"the schema is cut short, or longer than {MAX_JSON_BYTES} bytes")
     return text
 

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from factorpack.size import SizeReport
+
+
+def printable(text: str) -> str:
+    """Text from a file without the codes that would steer a terminal."""
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
+
+
+def plain(text: str) -> str:
+    """Text from a file, safe in a table: names may hold markup, too."""
+    return escape(printable(text))
 
 
 def human_bytes(count: float) -> str:
@@ -36,7 +49,7 @@ def size_table(report: SizeReport, top: int | None = None) -> Table:
     for line in lines:
         shape = "x".join(map(str, line.shape)) or "-"
         ratio = f"{line.original_bytes / line.bytes:.1f}" if line.bytes else "-"
-        table.add_row(line.name, shape, line.words, f"{line.bytes:,}", ratio, line.note)
+        table.add_row(plain(line.name), shape, line.words, f"{line.bytes:,}", ratio, plain(line.note))
     return table
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from math import inf
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -62,11 +63,12 @@ class ProjectedGradient:
                 f"stop is {self.stop!r} and threshold {self.threshold!r}; allowed are 'steps' or "
                 "'validation', and 'iterative' or 'one-shot'"
             )
-        if self.steps < 0 or self.samples < 2 or not 0 < self.validation < 1:
-            raise PlanError(
-                f"steps {self.steps}, samples {self.samples}, validation {self.validation}: "
-                "expected at least 0 steps, at least 2 samples, and a share between 0 and 1"
-            )
+        _expect("steps", self.steps, lambda n: n >= 0, "a whole number from 0 up", int)
+        _expect("samples", self.samples, lambda n: n >= 2, "a whole number from 2 up", int)
+        _expect("patience", self.patience, lambda n: n >= 0, "a whole number from 0 up", int)
+        _expect("validation", self.validation, lambda x: 0 < x < 1, "a share between 0 and 1", float)
+        _expect("learning_rate", self.learning_rate, lambda x: 0 < x < inf, "a number above 0", float, int)
+        _expect("weight_decay", self.weight_decay, lambda x: 0 <= x < inf, "a number from 0 up", float, int)
 
     def solve(self, problem: FactorProblem, sample: LayerSample) -> tuple[Tensor, Tensor]:
         """Real-valued C and Z whose quantized product serves the layer; Z is already thresholded."""
@@ -76,11 +78,11 @@ class ProjectedGradient:
         optimizer = torch.optim.Adam(
             [codebook, latent], lr=self.learning_rate, weight_decay=self.weight_decay
         )
-        best, since_best = torch.inf, 0
+        best, since_best = inf, 0
         for step in range(self.steps):
-            optimizer.zero_grad()
             loss = output_error(problem, codebook, latent, train)
-            loss.backward()
+            # Not backward(): the layer's bias is the user's, and must not collect gradients.
+            codebook.grad, latent.grad = torch.autograd.grad(loss, [codebook, latent])
             optimizer.step()
             if self.threshold == "iterative":
                 project(problem, latent)
@@ -96,6 +98,12 @@ class ProjectedGradient:
                 break
         project(problem, latent)
         return codebook.detach(), latent.detach()
+
+
+def _expect(name: str, value: Any, fits: Callable[[Any], bool], words: str, *kinds: type) -> None:
+    """Settings come from recipes too, where a string may stand in a number's place."""
+    if type(value) not in kinds or not fits(value):
+        raise PlanError(f"{name} is {value!r}, expected {words}")
 
 
 def output_error(problem: FactorProblem, codebook: Tensor, latent: Tensor, sample: LayerSample) -> Tensor:

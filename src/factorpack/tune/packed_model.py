@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from factorpack.errors import SourceError
 from factorpack.methods import Keep
 from factorpack.model import Packed
+from factorpack.quantize.straight_through import straight_through
 from factorpack.record import Encoded
 from factorpack.tune.trainable import TRAINABLE, Trainable
 
@@ -30,6 +32,7 @@ class PackedModel(nn.Module):
         if strangers:
             raise SourceError(f"the packed tensors {strangers[:3]} are not parameters of the model")
         self.weights = nn.ModuleList(TRAINABLE[packed[name].kind](packed[name]) for name in self.names)
+        self.dtypes = [(packed[name].dtype, parameters[name].dtype) for name in self.names]
         for name in self.names:
             parameters[name].requires_grad_(False)
 
@@ -38,7 +41,8 @@ class PackedModel(nn.Module):
         # The file holds products in FP32, so training must see those, mixed precision or not.
         with torch.autocast(device, enabled=False):
             weights: dict[str, Tensor] = {
-                name: weight() for name, weight in zip(self.names, self.weights, strict=True)
+                name: _as_loaded(weight(), *dtypes)
+                for name, weight, dtypes in zip(self.names, self.weights, self.dtypes, strict=True)
             }
         return torch.func.functional_call(self.model, weights, args, kwargs)
 
@@ -53,6 +57,14 @@ class PackedModel(nn.Module):
             if name not in trained:
                 stored = encoded.parts["values"].dtype
                 method = Keep(stored if stored.is_floating_point else None)
-                kept = method.encode(current[name].detach().cpu().clone())
-                trained[name] = kept.noted(encoded.note) if encoded.note else kept
+                kept = method.encode(current[name].detach().cpu())
+                trained[name] = replace(encoded, parts=kept.parts)
         return {name: trained[name] for name in packed}
+
+
+def _as_loaded(weight: Tensor, decoded: torch.dtype, loaded: torch.dtype) -> Tensor:
+    """A weight as `load_into` gives it to the model: in the type it is decoded to, then the model's."""
+    if decoded.itemsize < 4:
+        limit = torch.finfo(decoded).max
+        weight = straight_through(weight, weight.clamp(-limit, limit).to(decoded).to(weight.dtype))
+    return weight.to(loaded)

@@ -92,7 +92,7 @@ class TrainableFactors(nn.Module):
             "latent_scale": self.latent.scales(),
         }
         if self.mean is not None:
-            parts["mean"] = self.mean.detach().to(self.like.parts["mean"].dtype)
+            parts["mean"] = self.mean.detach().to(self.like.parts["mean"].dtype, copy=True)
         return _like(self.like, parts)
 
 

@@ -1,0 +1,381 @@
+"""Calibration: what each layer sees and answers, compared with the same computed by hand."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import conv2d, linear
+
+import factorpack as fp
+from factorpack.calibrate import Calibration, evaluating
+from factorpack.record import LayerSample
+from factorpack.solve.projected import FactorProblem
+from tests.helpers import assert_close, assert_same_encoded, raw, seeded
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny tensors: threads that wait for a busy core would take longer than the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Net(nn.Module):
+    """Defined in one order and run in another: stem, body, grouped, head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 24)
+        self.grouped = nn.Conv2d(16, 16, 3, groups=2)
+        self.norm = nn.BatchNorm2d(16)
+        self.drop = nn.Dropout(0.5)
+        self.body = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.ReLU())
+        self.stem = nn.Conv2d(3, 16, 3, stride=2)
+        with torch.no_grad():
+            for index, parameter in enumerate(self.parameters()):
+                parameter.copy_(seeded(*parameter.shape, seed=index) * 0.3)
+            self.norm.running_mean = seeded(16, seed=90)
+
+    def forward(self, images: Tensor, offset: Tensor | None = None) -> Tensor:
+        x = self.drop(self.norm(self.body(self.stem(images).relu())))
+        x = self.grouped(x).mean((2, 3))
+        return self.head(x if offset is None else x + offset)  # type: ignore[no-any-return]
+
+
+LAYERS = ["stem", "body.0", "grouped", "head"]
+SOLVER = fp.ProjectedGradient(2, learning_rate=1e-2, samples=8)
+METHOD = fp.QSPCA(6, 4, tile=16, solver=SOLVER)
+CHOSEN = dict.fromkeys((f"{name}.weight" for name in LAYERS), METHOD)
+IMAGES = seeded(8, 3, 9, 9)
+
+
+def by_hand(net: Net, images: Tensor) -> dict[str, Tensor]:
+    """Each layer's input, from functions and not from modules."""
+    seen = {"stem": images}
+    seen["body.0"] = conv2d(images, net.stem.weight, net.stem.bias, stride=2).relu()
+    conv = net.body[0]
+    x = conv2d(seen["body.0"], conv.weight, conv.bias, padding=1).relu()  # type: ignore[arg-type]
+    norm = net.norm
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    columns = [
+        each[None, :, None, None] for each in (norm.running_mean, norm.running_var, norm.weight, norm.bias)
+    ]
+    seen["grouped"] = (x - columns[0]) / (columns[1] + norm.eps).sqrt() * columns[2] + columns[3]
+    seen["head"] = conv2d(seen["grouped"], net.grouped.weight, net.grouped.bias, groups=2).mean((2, 3))
+    return {name: values.detach() for name, values in seen.items()}
+
+
+def answer(net: Net, name: str, values: Tensor) -> Tensor:
+    layer = net.get_submodule(name)
+    assert isinstance(layer, nn.Linear | nn.Conv2d)
+    if isinstance(layer, nn.Linear):
+        return linear(values, layer.weight, layer.bias).detach()
+    return conv2d(values, layer.weight, layer.bias, layer.stride, layer.padding, 1, layer.groups).detach()
+
+
+class Samples:
+    """Records the sample every layer's solver is given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[LayerSample] = []
+        solve = fp.ProjectedGradient.solve
+
+        def recording(
+            solver: fp.ProjectedGradient, problem: FactorProblem, sample: LayerSample
+        ) -> tuple[Tensor, Tensor]:
+            self.seen.append(sample)
+            return solve(solver, problem, sample)
+
+        monkeypatch.setattr(fp.ProjectedGradient, "solve", recording)
+
+
+@pytest.fixture
+def samples(monkeypatch: pytest.MonkeyPatch) -> Samples:
+    return Samples(monkeypatch)
+
+
+# -- order and activations ---------------------------------------------------------------------------
+
+
+def test_the_order_is_that_of_execution() -> None:
+    found = fp.calibrate(Net(), IMAGES)
+    assert found.order == ["stem", "body.0", "norm", "grouped", "head"]
+
+
+def test_a_layer_that_runs_twice_counts_where_it_runs_first() -> None:
+    shared = nn.Linear(8, 8)
+    model = nn.Sequential(nn.Linear(8, 8), shared, nn.Tanh(), shared, nn.Linear(8, 8))
+    calibration = fp.calibrate(model, seeded(4, 8))
+    assert calibration.order == ["0", "1", "4"]
+    inputs = calibration.sample("1", model, model).inputs
+    assert torch.equal(inputs, model[0](seeded(4, 8)).detach())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_inputs_and_outputs_are_those_computed_by_hand(name: str) -> None:
+    """Biases are in the outputs; dropout is off and the norm uses its running statistics."""
+    net = Net()
+    sample = fp.calibrate(net, [IMAGES[:5], IMAGES[5:]]).sample(name, net.eval(), net)
+    expected = by_hand(net, IMAGES)[name]
+    torch.testing.assert_close(sample.inputs, expected)
+    torch.testing.assert_close(sample.outputs, answer(net, name, expected))
+    weight = net.get_parameter(f"{name}.weight")
+    assert_close(sample.apply(weight, sample.inputs).detach(), sample.outputs)
+    bias = net.get_parameter(f"{name}.bias").detach()
+    alone = sample.apply(torch.zeros_like(weight), sample.inputs).detach()
+    assert torch.equal(alone.movedim(1, -1), bias.expand_as(alone.movedim(1, -1)))
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_layers_see_the_compressed_ones_before_them(samples: Samples, sequential: bool) -> None:
+    """Inputs from the network as compressed so far, outputs always from the original."""
+    net = Net().eval()
+    packed = fp.compress(net, METHOD, layers=CHOSEN, calibration=[IMAGES], sequential=sequential)
+    assert len(samples.seen) == len(LAYERS)
+    compressed, originals = copy.deepcopy(net), by_hand(net, IMAGES)
+    for name, sample in zip(LAYERS, samples.seen, strict=True):
+        expected = by_hand(compressed, IMAGES)[name]
+        if name != "stem":
+            assert not torch.allclose(expected, originals[name], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(sample.inputs, expected if sequential else originals[name])
+        torch.testing.assert_close(sample.outputs, answer(net, name, originals[name]))
+        compressed.get_parameter(f"{name}.weight").data.copy_(fp.decode(packed[f"{name}.weight"]))
+
+
+def test_layers_without_a_solver_are_compressed_for_those_behind_them(samples: Samples) -> None:
+    net = Net().eval()
+    only: dict[str, Any] = {
+        "stem.weight": fp.Scalar(2),
+        "head.weight": METHOD,
+        "grouped.weight": fp.Scalar(3),
+    }
+    packed = fp.compress(net, fp.Scalar(2), layers=only, calibration=IMAGES)
+    compressed = packed.load_into(copy.deepcopy(net))
+    assert isinstance(compressed, Net)
+    assert len(samples.seen) == 1
+    torch.testing.assert_close(samples.seen[0].inputs, by_hand(compressed, IMAGES)[LAYERS[-1]])
+
+
+def test_the_tensors_keep_the_model_s_order() -> None:
+    net = Net()
+    packed = fp.compress(net, METHOD, layers=CHOSEN, calibration=IMAGES)
+    assert list(packed) == list(net.state_dict())
+    assert packed["head.weight"].kind == packed["stem.weight"].kind == "factors"
+
+
+# -- batches -----------------------------------------------------------------------------------------
+
+FORMS: dict[str, Any] = {
+    "one tensor": IMAGES,
+    "a list of tensors": [IMAGES[:3], IMAGES[3:]],
+    "pairs with labels": [(IMAGES[:3], torch.zeros(3)), (IMAGES[3:], torch.zeros(5))],
+    "lists with labels": [[IMAGES, torch.zeros(8)]],
+    "dictionaries": [{"images": IMAGES[:6]}, {"images": IMAGES[6:]}],
+    "pairs of a dictionary and labels": [({"images": IMAGES}, torch.zeros(8))],
+    "a loader": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(IMAGES, torch.zeros(8)), 3),
+    "a generator": iter([IMAGES[:4], IMAGES[4:]]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_batch_gives_the_same(form: str) -> None:
+    net = Net().eval()
+    calibration = fp.calibrate(net, FORMS[form])
+    assert len(calibration) == 8
+    sample = calibration.sample("body.0", net, net)
+    torch.testing.assert_close(sample.inputs, by_hand(net, IMAGES)["body.0"])
+
+
+def test_every_argument_of_a_dictionary_is_passed_and_cut() -> None:
+    net = Net().eval()
+    calibration = fp.calibrate(net, [{"images": IMAGES, "offset": seeded(8, 16)}], samples=5)
+    (batch,) = calibration.batches
+    assert {name: tuple(values.shape) for name, values in batch.items()} == {
+        "images": (5, 3, 9, 9),
+        "offset": (5, 16),
+    }
+    inputs = calibration.sample("head", net, net).inputs
+    torch.testing.assert_close(inputs, by_hand(net, IMAGES[:5])["head"] + seeded(8, 16)[:5])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted", "kept"),
+    [
+        ([8], 8, [8]),
+        ([8], 5, [5]),
+        ([3, 3, 2], 64, [3, 3, 2]),
+        ([3, 3, 2], 4, [3, 1]),
+        ([3, 3, 2], 6, [3, 3]),
+        ([4, 4], 1, [1]),
+    ],
+)
+def test_samples_bounds_what_is_kept(sizes: list[int], wanted: int, kept: list[int]) -> None:
+    calibration = fp.calibrate(Net(), IMAGES.split(sizes), samples=wanted)
+    assert [len(batch) for batch in calibration.batches] == kept
+    assert len(calibration) == sum(kept)
+    assert torch.equal(torch.cat(calibration.batches), IMAGES[: sum(kept)])
+
+
+def test_no_more_batches_are_drawn_than_needed() -> None:
+    drawn = []
+
+    def batches() -> Iterator[Tensor]:
+        for index in range(100):
+            drawn.append(index)
+            yield IMAGES
+
+    assert len(fp.calibrate(Net(), batches(), samples=20)) == 20
+    assert drawn == [0, 1, 2]
+
+
+def test_a_compression_takes_as_many_samples_as_its_solver_wants(samples: Samples) -> None:
+    fp.compress(Net(), METHOD, layers=CHOSEN, calibration=[IMAGES] * 3)
+    assert [len(sample.inputs) for sample in samples.seen] == [8] * 4
+
+
+def test_a_calibration_serves_several_compressions() -> None:
+    net = Net()
+    calibration = fp.calibrate(net, IMAGES)
+    first, second = (fp.compress(net, METHOD, layers=CHOSEN, calibration=calibration) for _ in range(2))
+    for name in first:
+        assert_same_encoded(first[name], second[name])
+
+
+# -- what stays as it was ----------------------------------------------------------------------------
+
+
+def snapshot(model: nn.Module) -> tuple[Any, ...]:
+    state = {name: raw(values) for name, values in model.state_dict(keep_vars=False).items()}
+    modes = {name: module.training for name, module in model.named_modules()}
+    gradients = {name: (p.requires_grad, p.grad is None) for name, p in model.named_parameters()}
+    hooks = [len(module._forward_pre_hooks) for module in model.modules()]
+    return state, modes, gradients, hooks
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_compressing_leaves_the_model_alone(sequential: bool) -> None:
+    """Weights, batch statistics, each module's mode, gradients and hooks."""
+    net = Net().train()
+    net.body.eval()
+    before = snapshot(net)
+    fp.compress(net, METHOD, layers=CHOSEN, calibration=IMAGES, sequential=sequential)
+    assert snapshot(net) == before
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "wrong shape": (
+        seeded(4, 5, 9, 9),
+        r"fails on a calibration batch of shape \{'inputs': \(4, 5, 9, 9\)\}",
+    ),
+    "wrong type": (torch.zeros(4, 3, 9, 9, dtype=torch.int64), "fails on a calibration batch of shape"),
+    "wrong name": ([{"pictures": IMAGES}], r"fails on a calibration batch of shape \{'pictures': \(8, 3"),
+    "no batches": ([], "the calibration data has no samples"),
+    "an empty batch": (IMAGES[:0], "the calibration data has no samples"),
+    "a number": (torch.tensor(1.0), "the calibration data has no samples"),
+    "a text": (["picture.jpg"], "a calibration batch is a str; expected a tensor, a pair"),
+    "a text for the data": ("folder", "a calibration batch is a str"),
+    "a lone dictionary": ({"images": IMAGES}, "a calibration batch is a str"),
+    "an empty dictionary": ([{}], "a calibration batch is a dict"),
+    "no tensors inside": ([{"images": [1, 2]}], "a calibration batch is a dict"),
+    "an array": ([IMAGES.numpy()], "a calibration batch is a ndarray"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_data_the_model_cannot_run_on(case: str) -> None:
+    data, message = BAD[case]
+    net = Net().train()
+    before = snapshot(net)
+    with pytest.raises(fp.SourceError, match=message):
+        fp.calibrate(net, data)
+    with pytest.raises(fp.SourceError, match=message):
+        fp.compress(net, METHOD, layers=CHOSEN, calibration=data)
+    assert snapshot(net) == before
+
+
+@pytest.mark.parametrize("samples", [0, -3])
+def test_no_samples_asked_for(samples: int) -> None:
+    with pytest.raises(fp.SourceError, match=f"{samples} calibration samples, expected at least one"):
+        fp.calibrate(Net(), IMAGES, samples=samples)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_activations_that_are_no_numbers(value: float) -> None:
+    net = Net().train()
+    before = snapshot(net)
+    images = IMAGES.clone()
+    images[3, 1, 4, 4] = value
+    with pytest.raises(fp.SourceError, match="layer 'stem' sees or gives NaN or infinity"):
+        fp.compress(net, METHOD, layers=CHOSEN, calibration=images)
+    assert snapshot(net) == before
+
+
+class Idle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.used(values)  # type: ignore[no-any-return]
+
+
+def test_a_layer_that_never_runs() -> None:
+    net, data = Idle(), seeded(8, 16)
+    with pytest.raises(fp.SourceError, match=r"'unused.weight' does not run on the calibration data"):
+        fp.compress(net, METHOD, calibration=data)
+    with pytest.raises(fp.SourceError, match="layer 'unused' does not run on the calibration data"):
+        fp.calibrate(net, data).sample("unused", net, net)
+    packed = fp.compress(net, METHOD, layers={"unused.weight": fp.Scalar(4)}, calibration=data)
+    assert (packed["used.weight"].kind, packed["unused.weight"].kind) == ("factors", "scalar")
+
+
+def test_a_layer_that_runs_on_some_batches_only() -> None:
+    class Sometimes(Idle):
+        def forward(self, values: Tensor) -> Tensor:
+            answer: Tensor = self.used(values)
+            return self.unused(answer) if len(values) > 2 else answer
+
+    net = Sometimes()
+    with pytest.raises(fp.SourceError, match="layer 'unused' does not run on the calibration data"):
+        fp.compress(net, METHOD, calibration=[seeded(4, 16), seeded(2, 16)])
+
+
+def test_a_solver_needs_a_model_and_data() -> None:
+    with pytest.raises(fp.PlanError, match="needs calibration data"):
+        fp.compress(Net(), METHOD, layers=CHOSEN)
+    with pytest.raises(fp.SourceError, match="calibration runs a model, and the source is a"):
+        fp.compress(Net().state_dict(), METHOD, calibration=IMAGES)
+
+
+def test_modes_come_back_after_an_error() -> None:
+    net = Net().train()
+    net.drop.eval()
+    before = snapshot(net)
+
+    def fail() -> None:
+        with evaluating(net):
+            assert not any(module.training for module in net.modules())
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert snapshot(net) == before
+
+
+def test_the_error_of_a_layer_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Mapping[str, Tensor]:
+        raise fp.PlanError("no")
+
+    monkeypatch.setattr(fp.ProjectedGradient, "solve", fail)
+    with pytest.raises(fp.PlanError) as caught:
+        fp.compress(Net(), METHOD, layers=CHOSEN, calibration=Calibration(Net(), IMAGES))
+    assert caught.value.__notes__ == ["while compressing tensor 'stem.weight'"]

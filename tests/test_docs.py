@@ -1,0 +1,44 @@
+"""What the documents say must be true: code blocks run, tables are what the results say."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import factorpack
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize(
+    "name", [found.name for found in pkgutil.walk_packages(factorpack.__path__, "factorpack.")]
+)
+def test_examples_in_docstrings(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_the_method_that_docs_add_keeps_the_contract() -> None:
+    text = (ROOT / "docs" / "adding-a-method.md").read_text()
+    block = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert block is not None
+    code = (
+        block[1]
+        + "\nencoded = Half().encode(torch.ones(3, 2))\nassert factorpack.decode(encoded).shape == (3, 2)\n"
+    )
+    subprocess.run([sys.executable, "-c", "import factorpack\n" + code], check=True)
+
+
+def test_the_tables_are_what_the_results_say() -> None:
+    subprocess.run([sys.executable, "-m", "benchmarks.tables", "--check"], check=True, cwd=ROOT)
+
+
+def test_readme_names_the_test_command() -> None:
+    assert "make test" in (ROOT / "README.md").read_text()
+    assert "make test" in (ROOT / ".ci" / "run").read_text()

@@ -1,0 +1,53 @@
+"""What each of two processes under torchrun does: a plain run, and one that breaks off and goes on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import factorpack as fp
+from tests.tune.small_net import METHOD, loader, perceptron
+
+SCHEDULE = fp.Schedule(epochs=2, learning_rate=1e-2, seed=5)
+
+
+class BreakOff(Exception):
+    pass
+
+
+def tuned(path: Path, shuffle: bool, break_at: int | None = None, **settings: Any) -> None:
+    net = perceptron()
+    packed = fp.compress(net, METHOD, progress=False)
+    seen = 0
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        nonlocal seen
+        seen += 1
+        if seen == break_at:
+            raise BreakOff
+        return nn.functional.cross_entropy(logits, labels)
+
+    batches = loader(shuffle=shuffle)
+    fp.finetune(packed, net, batches, loss=loss, schedule=SCHEDULE, progress=False, **settings)
+    fp.save(packed, path)
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    rank = os.environ["RANK"]
+    tuned(folder / f"plain.{rank}", shuffle=False)
+    tuned(folder / f"shuffled.{rank}", shuffle=True)
+    settings = {"checkpoint": folder / "checkpoint", "checkpoint_every": 3}
+    try:
+        tuned(folder / f"broken.{rank}", shuffle=True, break_at=6, **settings)
+    except BreakOff:
+        tuned(folder / f"resumed.{rank}", shuffle=True, **settings)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
