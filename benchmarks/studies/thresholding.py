@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import factorpack as fp
 from benchmarks.data import imagenet_train, imagenet_val, normalized, pretrained, shuffled
@@ -20,6 +20,8 @@ def run(
     sparsities: list[float],
     rows: list[dict[str, Any]],
     workers: int,
+    latent_scales: str = "row",
+    sort: str = "value",
 ) -> dict[str, Any]:
     """`rows` are the table's: a name, the solver's settings, and the paper's numbers."""
     cases = [
@@ -29,15 +31,24 @@ def run(
         if rank == ranks[0] or row.get("rank_search", False)
         for sparsity, paper in zip(sparsities, row["paper"], strict=True)
     ]
-    table = spread(partial(_cell, model=model, latent_bits=latent_bits), cases, workers)
+    work = partial(_cell, model=model, latent_bits=latent_bits, latent_scales=latent_scales, sort=sort)
+    table = spread(work, cases, workers)
     return {"fp32": top1(pretrained(model).to(device()), imagenet_val()), "table": table}
 
 
-def _cell(case: dict[str, Any], model: str, latent_bits: int) -> dict[str, Any]:
+def _cell(
+    case: dict[str, Any], model: str, latent_bits: int, latent_scales: Literal["row", "column"], sort: Any
+) -> dict[str, Any]:
     net = pretrained(model).to(device())
     calibration = [normalized(shuffled(imagenet_train())[0][:64].to(device()))]
-    solver = fp.ProjectedGradient(**case["solver"])
-    method = fp.QSPCA(case["rank"], latent_bits, case["sparsity"], clip="minmax", solver=solver)
+    method = fp.QSPCA(
+        case["rank"],
+        latent_bits,
+        case["sparsity"],
+        latent_scales=latent_scales,
+        clip="minmax",
+        solver=fp.ProjectedGradient(**case["solver"], sort=sort),
+    )
     packed = fp.compress(net, method, calibration=calibration, progress=False)
     described = {field: value for field, value in case.items() if field != "solver"}
     return {**described, **measured(packed, model, imagenet_val())}

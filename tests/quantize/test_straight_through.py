@@ -43,12 +43,15 @@ def test_forward_is_what_the_file_would_hold(bits: int, dtype: torch.dtype) -> N
 def test_forward_at_the_ends_of_what_a_scale_can_be(scale: float) -> None:
     rows = seeded(3, 50) * 4 * scale
     shared = torch.full((3, 1), scale)
-    assert_same_tensor(fake_codes(rows, shared, 4).to(torch.int8), to_codes(rows, shared, 4))
+    codes = to_codes(rows, shared, 4)
+    assert codes.any() or scale == 0
+    assert_same_tensor(fake_codes(rows, shared, 4).to(torch.int8), codes)
+    assert torch.equal(fake_quantize(rows, shared, 4), from_codes(codes, shared))
 
 
 def test_ties_go_where_the_file_s_rounding_sends_them() -> None:
     halves = torch.tensor([[-2.5, -1.5, -0.5, 0.5, 1.5, 2.5]])
-    assert fake_codes(halves, torch.ones(1, 1), 4).tolist() == [[-2.0, -2.0, 0.0, 0.0, 2.0, 2.0]]
+    assert fake_quantize(halves, torch.ones(1, 1), 4).tolist() == [[-2.0, -2.0, 0.0, 0.0, 2.0, 2.0]]
 
 
 @pytest.mark.parametrize("share", [1.0, 0.37, 1e-3, 1e-9])
@@ -71,6 +74,8 @@ def test_the_gradient_passes_inside_the_clamp_and_stops_outside(bits: int) -> No
     (gradient,) = torch.autograd.grad(fake_quantize(rows, scale, bits), rows, arriving)
     assert_close(gradient, arriving * inside)
     assert not gradient[~inside].any()
+    (gradient,) = torch.autograd.grad(fake_codes(rows, scale, bits), rows, arriving)
+    assert_close(gradient, arriving * inside / scale)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -83,6 +88,16 @@ def test_the_scale_s_gradient_is_learned_step_quantization_s(bits: int) -> None:
     (gradient,) = torch.autograd.grad(fake_quantize(rows, scale, bits), scale, arriving)
     slope = torch.where(inside, codes - rows / scale.detach(), codes)
     assert_close(gradient, (arriving * slope).sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_numbers_that_are_their_codes_do_not_pull_at_the_scale(bits: int) -> None:
+    """q - x/s is zero for each of them: not even rounding noise is left, of which Adam makes whole steps."""
+    scale = seeded(6, 1).abs().half().float().requires_grad_()
+    codes = torch.arange(*code_range(bits)).expand(6, -1)  # times FP16, exact in FP32
+    rows = from_codes(codes, scale.detach())
+    (gradient,) = torch.autograd.grad(fake_quantize(rows, scale, bits), scale, seeded(*rows.shape, seed=1))
+    assert not gradient.any()
 
 
 def test_a_row_without_a_scale_is_zero_and_its_gradients_finite() -> None:

@@ -10,7 +10,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def own_generator(workers: int = 0) -> DataLoader[Any]:
     )
 
 
-LOADERS = {
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "shuffled": lambda: DataLoader(Shaken(20), batch_size=4, shuffle=True),
     "own generator": own_generator,
     "worker": lambda: own_generator(workers=1),

@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
     rank = os.environ["RANK"]
     tuned(folder / f"plain.{rank}", shuffle=False)
     tuned(folder / f"shuffled.{rank}", shuffle=True)
-    settings = {"checkpoint": folder / "checkpoint", "checkpoint_every": 3}
+    settings: dict[str, Any] = {"checkpoint": folder / "checkpoint", "checkpoint_every": 3}
     try:
         tuned(folder / f"broken.{rank}", shuffle=True, break_at=6, **settings)
     except BreakOff:

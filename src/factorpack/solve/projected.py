@@ -12,6 +12,7 @@ from torch import Tensor
 
 from factorpack.errors import PlanError
 from factorpack.quantize.straight_through import fake_quantize
+from factorpack.quantize.uniform import to_codes
 from factorpack.record import LayerSample
 from factorpack.solve.threshold import largest_mask
 
@@ -49,6 +50,8 @@ class ProjectedGradient:
     steps: int = 30
     stop: Literal["steps", "validation"] = "steps"
     threshold: Literal["iterative", "one-shot"] = "iterative"
+    sort: Literal["value", "code"] = "value"
+    """What the threshold calls large: the stored value, or the integer code whatever its scale."""
     learning_rate: float = 1e-4
     weight_decay: float = 1e-5
     samples: int = 64
@@ -63,6 +66,8 @@ class ProjectedGradient:
                 f"stop is {self.stop!r} and threshold {self.threshold!r}; allowed are 'steps' or "
                 "'validation', and 'iterative' or 'one-shot'"
             )
+        if self.sort not in ("value", "code"):
+            raise PlanError(f"sort is {self.sort!r}, allowed are 'value' and 'code'")
         _expect("steps", self.steps, lambda n: n >= 0, "a whole number from 0 up", int)
         _expect("samples", self.samples, lambda n: n >= 2, "a whole number from 2 up", int)
         _expect("patience", self.patience, lambda n: n >= 0, "a whole number from 0 up", int)
@@ -85,7 +90,7 @@ class ProjectedGradient:
             codebook.grad, latent.grad = torch.autograd.grad(loss, [codebook, latent])
             optimizer.step()
             if self.threshold == "iterative":
-                project(problem, latent)
+                project(problem, latent, self.sort)
             if self.stop == "steps" and self.trace is None:
                 continue
             with torch.no_grad():
@@ -96,7 +101,7 @@ class ProjectedGradient:
             best = min(best, error)
             if self.stop == "validation" and since_best > self.patience:
                 break
-        project(problem, latent)
+        project(problem, latent, self.sort)
         return codebook.detach(), latent.detach()
 
 
@@ -113,8 +118,11 @@ def output_error(problem: FactorProblem, codebook: Tensor, latent: Tensor, sampl
     return (sample.outputs - outputs).square().sum() / len(sample.inputs)
 
 
-def project(problem: FactorProblem, latent: Tensor) -> None:
+def project(problem: FactorProblem, latent: Tensor, sort: Literal["value", "code"] = "value") -> None:
     """Z <- Z * M, with M the mask of the S largest values of Q(Z)."""
     with torch.no_grad():
-        quantized = fake_quantize(latent, problem.latent_scale, problem.latent_bits)
+        if sort == "value":
+            quantized = fake_quantize(latent, problem.latent_scale, problem.latent_bits)
+        else:
+            quantized = to_codes(latent, problem.latent_scale, problem.latent_bits).to(latent.dtype)
         latent.mul_(largest_mask(quantized, latent, problem.kept))

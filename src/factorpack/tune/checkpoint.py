@@ -13,6 +13,8 @@ import torch
 from factorpack.errors import SourceError
 from factorpack.format.atomic import atomic_write
 
+_KEYS = {"fingerprint", "done", "model", "optimizer", "epoch_random", "step_random"}
+
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     buffer = io.BytesIO()
@@ -24,10 +26,12 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 def load_checkpoint(path: Path, fingerprint: str) -> dict[str, Any]:
     """The state under `path`, if it belongs to the run that `fingerprint` describes."""
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        found = state["fingerprint"]
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise SourceError(f"{path} is not a checkpoint of a fine-tuning run: {error!r}") from error
+    if not isinstance(state, dict) or set(state) != _KEYS:
+        raise SourceError(f"{path} is not a checkpoint of a fine-tuning run")
+    found = state["fingerprint"]
     if found != fingerprint:
         raise SourceError(
             f"{path} belongs to another run ({found}), this one is {fingerprint}: "

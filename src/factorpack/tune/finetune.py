@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from factorpack.errors import PlanError, SourceError
+from factorpack.methods.protocol import check_type
 from factorpack.model import Packed
 from factorpack.progress import Progress
 from factorpack.tune.checkpoint import load_checkpoint, random_state, restore_random_state, save_checkpoint
@@ -42,15 +43,23 @@ class Schedule:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.epochs < 1 or self.learning_rate <= 0 or not 0 <= self.final_share <= 1:
+        for name in ("epochs", "seed"):
+            check_type(name, getattr(self, name), int)
+        for name in ("learning_rate", "final_share", "weight_decay", "teacher_share", "temperature"):
+            check_type(name, getattr(self, name), float, int)
+        if self.epochs < 1 or not self.learning_rate > 0 or not 0 <= self.final_share <= 1:
             raise PlanError(
                 f"epochs {self.epochs}, learning_rate {self.learning_rate}, final_share {self.final_share}: "
                 "expected at least 1, above 0, and from 0 to 1"
             )
         if self.batch_norm not in ("train", "frozen"):
             raise PlanError(f"batch_norm is {self.batch_norm!r}, allowed are 'train' and 'frozen'")
-        if not 0 <= self.teacher_share <= 1 or self.temperature <= 0:
-            raise PlanError("teacher_share is from 0 to 1, temperature above 0")
+        if not 0 <= self.teacher_share <= 1 or not self.temperature > 0 or not self.weight_decay >= 0:
+            raise PlanError("teacher_share is from 0 to 1, temperature above 0, weight_decay not below 0")
+        if self.mixed_precision not in ("no", "fp16", "bf16"):
+            raise PlanError(
+                f"mixed_precision is {self.mixed_precision!r}, allowed are 'no', 'fp16' and 'bf16'"
+            )
 
     def rate(self, step: int, steps: int) -> float:
         """Share of the first rate at a step: half a cosine from 1 down to `final_share`."""
@@ -95,19 +104,10 @@ class _Run:
         loss: Loss | None,
         schedule: Schedule,
     ) -> None:
-        try:
-            from accelerate import Accelerator, DataLoaderConfiguration
-        except ImportError as error:
-            raise SourceError("fine-tuning needs accelerate: pip install 'factorpack[train]'") from error
-        if not hasattr(batches, "__len__"):
-            raise SourceError("the training data has no length, so no learning rate can be planned over it")
+        self.steps_per_epoch = _length(batches)
         self.schedule = schedule
         self.loss: Loss = loss or nn.functional.cross_entropy
-        # Split batches, so that 64 samples a step are 64 however many processes share them.
-        self.accelerator = Accelerator(
-            mixed_precision=schedule.mixed_precision,
-            dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True),
-        )
+        self.accelerator = _accelerator(schedule.mixed_precision)
         torch.manual_seed(schedule.seed)
         # The teacher is often the very model that is trained: its answers must stay what they are.
         self.teacher = None if teacher is None else copy.deepcopy(teacher).eval().requires_grad_(False)
@@ -117,11 +117,9 @@ class _Run:
         self.tuned, self.optimizer = self.accelerator.prepare(tuned, optimizer)
         if self.teacher is not None:
             self.teacher.to(self.accelerator.device)
-        self.steps_per_epoch = len(batches)  # type: ignore[arg-type]
-        if self.steps_per_epoch == 0:
-            raise SourceError("the training data has no batches")
         self.steps = schedule.epochs * self.steps_per_epoch
-        self.fingerprint = _fingerprint(packed, schedule, self.steps_per_epoch)
+        settings = (sorted(asdict(schedule).items()), self.steps_per_epoch, teacher is not None)
+        self.fingerprint = _fingerprint(packed, *settings, self.accelerator.num_processes)
         shared = self.accelerator.num_processes > 1 and isinstance(batches, DataLoader)
         # Alone, the loader is used as it is: accelerate's draws a batch ahead, which no resume could repeat.
         self.batches = self.accelerator.prepare(batches) if shared else batches
@@ -134,6 +132,10 @@ class _Run:
         return model
 
     def train(self, checkpoint: Path | None, every: int, progress: bool) -> None:
+        if every < 1:
+            raise PlanError(f"checkpoint_every is {every}, expected at least 1")
+        if checkpoint is not None and not checkpoint.parent.is_dir():
+            raise SourceError(f"there is no folder {checkpoint.parent} to keep the run's state in")
         done = self._resume(checkpoint)
         meter = _Meter()
         shown = progress and self.accelerator.is_main_process
@@ -271,6 +273,32 @@ def distillation(logits: Tensor, answers: Tensor, temperature: float = 1.0) -> T
     return temperature**2 * divergence
 
 
+def _accelerator(precision: str) -> Any:
+    try:
+        from accelerate import Accelerator, DataLoaderConfiguration
+        from accelerate.state import AcceleratorState
+    except ImportError as error:
+        raise SourceError("fine-tuning needs accelerate: pip install 'factorpack[train]'") from error
+    # accelerate keeps the precision of a process's first run, and refuses a second one of another.
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != precision:
+        AcceleratorState._reset_state()
+    # Split batches, so that 64 samples a step are 64 however many processes share them.
+    loading = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True)
+    return Accelerator(mixed_precision=precision, dataloader_config=loading)
+
+
+def _length(batches: Iterable[Any]) -> int:
+    try:
+        length = len(batches)  # type: ignore[arg-type]
+    except TypeError as error:  # a loader of an iterable dataset has a __len__ that fails
+        raise SourceError(
+            "the training data has no length, so no learning rate can be planned over it"
+        ) from error
+    if length == 0:
+        raise SourceError("the training data has no batches")
+    return length
+
+
 def _pair(batch: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     is_pair = isinstance(batch, list | tuple) and len(batch) == 2
     if not is_pair or not all(isinstance(value, Tensor) for value in batch):
@@ -287,11 +315,16 @@ def _generators(batches: Iterable[Any]) -> list[torch.Generator]:
     return list(unique.values())
 
 
-def _fingerprint(packed: Packed, schedule: Schedule, steps_per_epoch: int) -> str:
-    """What must be the same for a checkpoint to be this run's."""
-    shapes = [
-        (name, encoded.kind, tuple(encoded.shape), sorted(encoded.bits.items()))
-        for name, encoded in packed.items()
-    ]
-    text = repr((shapes, sorted(asdict(schedule).items()), steps_per_epoch))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _fingerprint(packed: Packed, *settings: object) -> str:
+    """What must be the same for a checkpoint to be this run's.
+
+    Of the weights only the kept ones count: a solver on a GPU need not find the same factors twice.
+    """
+    digest = hashlib.sha256(repr(settings).encode())
+    for name, encoded in packed.items():
+        parts = [(part, values.dtype, tuple(values.shape)) for part, values in encoded.parts.items()]
+        told = (name, encoded.kind, encoded.shape, sorted(encoded.bits.items()), encoded.extra_zeros, parts)
+        digest.update(repr(told).encode())
+        if encoded.kind == "keep":
+            digest.update(encoded.parts["values"].cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -69,13 +69,13 @@ def loader(
 
 def _open(path: Path) -> Image:
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image
     except ImportError as error:
         raise SourceError("reading pictures needs pillow: pip install 'factorpack[images]'") from error
     try:
         with Image.open(path) as picture:
             return picture.convert("RGB")
-    except (UnidentifiedImageError, OSError) as error:
+    except Exception as error:  # a damaged picture trips pillow in a dozen ways
         raise SourceError(f"{path} is not a picture that can be read: {error}") from error
 
 

@@ -5,17 +5,18 @@ What training sees is what the file will hold: codes are rounded on the way forw
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from factorpack.quantize.straight_through import fake_codes, straight_through
-from factorpack.quantize.uniform import code_range, from_codes
+from factorpack.quantize.straight_through import fake_quantize, straight_through
+from factorpack.quantize.uniform import to_codes
 from factorpack.record import Encoded
 from factorpack.tiles import from_out_first, from_tiles, out_first_shape
+
+UNITS_A_CODE = 32.0
 
 
 class Trainable(Protocol):
@@ -29,41 +30,40 @@ class Trainable(Protocol):
 class QuantizedRows(nn.Module):
     """Real numbers behind codes, with a learned scale: the quantizer of learned-step quantization.
 
-    `mask` freezes zeros. The scale's gradient is scaled by 1/sqrt(numbers sharing it x highest code), as
-    Esser et al. do, so that scales and numbers learn at one rate.
+    Both are trained in relative units, because Adam's steps know no others: `numbers` in 32nds of the
+    first scale, so that a rate of 3e-4 moves a code by a hundredth at most, and the scale as the logarithm
+    of its growth. `mask` freezes zeros.
     """
 
     def __init__(self, codes: Tensor, scale: Tensor, bits: int, mask: Tensor | None = None) -> None:
         super().__init__()
         self.bits = bits
         self.scale_dtype = scale.dtype
-        self.values = nn.Parameter(from_codes(codes, scale))
-        self.scale = nn.Parameter(scale.float().clone())
+        self.numbers = nn.Parameter(codes.float() / UNITS_A_CODE)  # exact: a power of two
+        self.growth = nn.Parameter(torch.zeros_like(scale, dtype=torch.float32))
+        self.first_scale: Tensor
+        self.register_buffer("first_scale", scale.float().clone())
         self.mask: Tensor | None
         self.register_buffer("mask", mask)
-        sharing = codes.numel() / scale.numel()
-        self.scale_gradient = 1.0 / math.sqrt(sharing * code_range(bits)[1])
 
     def forward(self) -> Tensor:
-        scale = self.stored_scale()
-        damped = straight_through(scale * self.scale_gradient, scale)
-        return self._codes(damped) * damped
+        quantized = fake_quantize(self.values(), self.stored_scale(), self.bits)
+        return quantized if self.mask is None else quantized * self.mask
+
+    def values(self) -> Tensor:
+        return self.numbers * (self.first_scale * UNITS_A_CODE)
 
     def stored_scale(self) -> Tensor:
         """The scale as the file holds it, with the gradient of the one that learns."""
-        positive = self.scale.clamp_min(0)
-        return straight_through(positive, positive.to(self.scale_dtype).float())
+        scale = self.first_scale * self.growth.exp()
+        return straight_through(scale, scale.to(self.scale_dtype).float())
 
     def codes(self) -> Tensor:
-        return self._codes(self.stored_scale()).detach().to(torch.int8)
+        codes = to_codes(self.values().detach(), self.stored_scale().detach(), self.bits)
+        return codes if self.mask is None else codes * self.mask
 
     def scales(self) -> Tensor:
         return self.stored_scale().detach().to(self.scale_dtype)
-
-    def _codes(self, scale: Tensor) -> Tensor:
-        codes = fake_codes(self.values, scale, self.bits)
-        codes = torch.where(scale > 0, codes, torch.zeros_like(codes))
-        return codes if self.mask is None else codes * self.mask
 
 
 class TrainableFactors(nn.Module):
