@@ -33,13 +33,14 @@ def main() -> None:
 
 def pareto() -> plt.Figure:
     """Accuracy lost against real file ratio, both nets, and the paper's own points in its own ratio."""
-    figure, axes = plt.subplots(figsize=(7.2, 4.2))
+    figure, axes = plt.subplots(figsize=(7.2, 4.9))
     for model, colour in (("resnet18", BLUE), ("mobilenet_v2", ORANGE)):
-        outcome = result("cifar", model)["result"]
+        document = result("cifar", model)
+        outcome, epochs = document["result"], document["settings"]["schedule"]["epochs"]
         rows = sorted(outcome["rows"], key=lambda row: row["file_ratio"])
         lost = [row["top1"] - outcome["fp32_test_top1"] for row in rows]
         ratios = [row["file_ratio"] for row in rows]
-        name = f"{model}, CIFAR-10, 5 epochs (FP32 {outcome['fp32_test_top1']:.1f} %)"
+        name = f"{model}, CIFAR-10, {epochs} epochs (FP32 {outcome['fp32_test_top1']:.1f} %)"
         axes.plot(ratios, lost, "o", color=colour, ms=4.5, label=name)
         _frontier(axes, ratios, lost, colour)
     axes.plot(
@@ -54,7 +55,7 @@ def pareto() -> plt.Figure:
     axes.annotate("FP32", (axes.get_xlim()[1], 0), ha="right", va="bottom", color=INK)
     axes.set(xlabel="times smaller than FP32, bytes on disk", ylabel="top-1 against FP32, points")
     axes.set_title("QSPCA fine-tuned, the paper's settings", loc="left")
-    axes.legend(frameon=False, loc="lower left")
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1)
     return figure
 
 

@@ -99,6 +99,35 @@ def thresholding() -> str:
     return f"{markdown(head, rows)}\n{note}{source(document)}"
 
 
+VARIANTS = {
+    "": "a scale a row, sorted by value",
+    "-columns": "a scale a column, sorted by value",
+    "-codes": "a scale a row, sorted by code",
+    "-columns-codes": "a scale a column, sorted by code",
+    "-last": "the same, one-shot after all layers",
+}
+
+
+def thresholding_variants() -> str:
+    rows, notes = [], ""
+    for suffix, words in VARIANTS.items():
+        document = result("thresholding", f"resnet18{suffix}")
+        notes += source(document)
+        cells = document["result"]["table"]
+        for rank, name in dict.fromkeys((cell["rank"], cell["name"]) for cell in cells):
+            if rank == 128 or name not in (
+                "no data-aware optimisation",
+                "one-shot, validation set",
+                "iterative, 30 steps",
+            ):
+                continue
+            mine = [cell for cell in cells if (cell["rank"], cell["name"]) == (rank, name)]
+            scores = [f"{cell['top1']:.1f} ({cell['top1'] - cell['paper']:+.1f})" for cell in mine]
+            rows.append([words, str(rank), name, *scores])
+    head = ["variant", "rank", "solver", "10%", "20%", "30%"]
+    return f"{markdown(head, rows)}\nIn parentheses the difference from the paper.\n{notes}"
+
+
 def cifar(model: str) -> Callable[[], str]:
     def table() -> str:
         document = result("cifar", model)
@@ -174,6 +203,7 @@ def _setting(method: dict[str, Any]) -> list[str]:
 TABLES: dict[str, Callable[[], str]] = {
     "speed": speed,
     "thresholding": thresholding,
+    "thresholding-variants": thresholding_variants,
     "cifar-resnet18": cifar("resnet18"),
     "cifar-mobilenet_v2": cifar("mobilenet_v2"),
     "ablation": ablation,

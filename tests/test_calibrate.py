@@ -19,15 +19,6 @@ from factorpack.solve.projected import FactorProblem
 from tests.helpers import assert_close, assert_same_encoded, raw, seeded
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: threads that wait for a busy core would take longer than the work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Net(nn.Module):
     """Defined in one order and run in another: stem, body, grouped, head."""
 
@@ -379,3 +370,16 @@ def test_the_error_of_a_layer_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(fp.PlanError) as caught:
         fp.compress(Net(), METHOD, layers=CHOSEN, calibration=Calibration(Net(), IMAGES))
     assert caught.value.__notes__ == ["while compressing tensor 'stem.weight'"]
+
+
+def test_a_single_layer_is_a_model_too() -> None:
+    layer = nn.Linear(16, 64)
+    method = fp.QSPCA(8, 4, tile=16, solver=fp.ProjectedGradient(steps=2, samples=8))
+    packed = fp.compress(layer, method, calibration=[seeded(8, 16)], progress=False)
+    assert packed["weight"].kind == "factors"
+
+
+def test_a_model_without_tensors_has_nothing_to_calibrate() -> None:
+    with pytest.raises(fp.SourceError, match="no samples"):
+        fp.compress(nn.ReLU(), calibration=[], progress=False)
+    assert len(fp.compress(nn.ReLU(), calibration=[seeded(2, 2)], progress=False)) == 0

@@ -172,30 +172,3 @@ def _run(model: nn.Module, batch: Any) -> None:
 def _check_finite(name: str, tensors: Sequence[Tensor]) -> None:
     if not all(bool(tensor.isfinite().all()) for tensor in tensors):
         raise SourceError(f"layer {name!r} sees or gives NaN or infinity on the calibration data")
-
-
-def unfolded(layer: nn.Module, inputs: Tensor) -> Tensor | None:
-    """The vectors a layer multiplies its weight with: (groups, positions, K); None for a layer without such.
-
-    K counts in/groups, then the kernel, in the order in which the weight's own columns do.
-    """
-    if isinstance(layer, nn.Linear):
-        return inputs.reshape(1, -1, inputs.shape[-1])
-    if not isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) or isinstance(layer.padding, str):
-        return None
-    padded = nn.functional.pad(
-        inputs,
-        [side for size in reversed(layer.padding) for side in (size, size)],
-        mode="constant" if layer.padding_mode == "zeros" else layer.padding_mode,
-    )
-    windows = padded  # (samples, in, *positions, *kernel), one dimension at a time
-    for axis, (kernel, stride, dilation) in enumerate(
-        zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
-    ):
-        reach = dilation * (kernel - 1) + 1
-        windows = windows.unfold(2 + axis, reach, stride)[..., ::dilation]
-    samples, channels = windows.shape[:2]
-    rank = len(layer.kernel_size)
-    grouped = windows.reshape(samples, layer.groups, channels // layer.groups, *windows.shape[2:])
-    order = [1, 0, *range(3, 3 + rank), 2, *range(3 + rank, 3 + 2 * rank)]
-    return grouped.permute(order).flatten(1, 1 + rank).flatten(2)

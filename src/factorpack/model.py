@@ -207,8 +207,8 @@ def _encode_calibrated(
     wanted = {name: samples_of(choice.method) for name, choice in plan.items()}
     with evaluating(model):
         if not isinstance(calibration, Calibration):
-            calibration = calibrate(model, calibration, max(*wanted.values(), 1))
-        running = [name for layer in calibration.order if (name := f"{layer}.weight") in plan]
+            calibration = calibrate(model, calibration, max([*wanted.values(), 1]))
+        running = [name for layer in calibration.order if (name := weight_of(layer)) in plan]
         idle = [name for name, samples in wanted.items() if samples and name not in running]
         if idle:
             raise SourceError(
@@ -220,13 +220,18 @@ def _encode_calibrated(
         with Progress("compressing", _numel(source), progress) as bar:
             for name in order:
                 bar.show(name)
-                layer = name.removesuffix(".weight")
+                layer = name.removesuffix("weight").removesuffix(".")
                 sample = calibration.sample(layer, model, compressed) if wanted[name] else None
                 encoded = _encode(name, source, plan[name], sample)
                 if sequential and name in targets:
                     targets[name].data.copy_(decode(encoded))
                 yield name, encoded
                 bar.advance(name, encoded.numel)
+
+
+def weight_of(layer: str) -> str:
+    """The name of a layer's weight; the layer may be the whole model, whose name is empty."""
+    return f"{layer}.weight" if layer else "weight"
 
 
 def _numel(source: Source) -> int:

@@ -71,8 +71,10 @@ def build(layer: Layer, per: str = "row", kept: float = 0.5) -> tuple[FactorProb
 class Twin:
     """The paper's Algorithm 1, line by line: own quantizers, gradients, Adam, sort and mask."""
 
-    def __init__(self, problem: FactorProblem, sample: LayerSample, iterative: bool) -> None:
-        self.problem, self.iterative = problem, iterative
+    def __init__(
+        self, problem: FactorProblem, sample: LayerSample, iterative: bool, by_code: bool = False
+    ) -> None:
+        self.problem, self.iterative, self.by_code = problem, iterative, by_code
         held = round(len(sample.inputs) / 8)
         self.train = (sample.inputs[:-held], sample.outputs[:-held])
         self.held = (sample.inputs[-held:], sample.outputs[-held:])
@@ -134,20 +136,24 @@ class Twin:
         return error.item(), [(slope @ latent.T) * codebook_passes, (codebook.T @ slope) * latent_passes]
 
     def mask(self) -> Tensor:
-        """The S largest of |Q(Z)|, equals by |Z|."""
-        stored, latent = self.quantizers()[1][0].flatten().tolist(), self.factors[1].flatten().tolist()
+        """The S largest of |Q(Z)|, or of the codes behind it; equals by |Z|."""
+        values = self.quantizers()[1][0]
+        if self.by_code:
+            values = (values / self.problem.latent_scale).round()
+        stored, latent = values.flatten().tolist(), self.factors[1].flatten().tolist()
         order = sorted(range(len(stored)), key=lambda i: (abs(stored[i]), abs(latent[i])), reverse=True)
         mask = torch.zeros(len(stored), dtype=torch.float64)
         mask[order[: self.problem.kept]] = 1.0
         return mask.reshape(self.factors[1].shape)
 
 
+@pytest.mark.parametrize("sort", ["value", "code"])
 @pytest.mark.parametrize("threshold", ["iterative", "one-shot"])
 @pytest.mark.parametrize("per", ["row", "column"])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_every_step_is_the_papers(layer: str, per: str, threshold: str) -> None:
+def test_every_step_is_the_papers(layer: str, per: str, threshold: str, sort: str) -> None:
     problem, sample = build(LAYERS[layer], per)
-    twin = Twin(problem, sample, threshold == "iterative").steps()
+    twin = Twin(problem, sample, threshold == "iterative", sort == "code").steps()
     errors: list[tuple[float, float]] = []
     seen = [to_codes(problem.latent, problem.latent_scale, 3)]
     for steps in range(1, 7):
@@ -157,6 +163,7 @@ def test_every_step_is_the_papers(layer: str, per: str, threshold: str) -> None:
         solver = ProjectedGradient(
             steps,
             threshold=threshold,  # type: ignore[arg-type]
+            sort=sort,  # type: ignore[arg-type]
             learning_rate=RATE,
             weight_decay=DECAY,
             trace=lambda _, *both, traced=traced: traced.append(both),
@@ -283,6 +290,7 @@ def test_an_eighth_of_the_samples_is_held_out(given: int, samples: int, train: i
         {"steps": "many"},
         {"stop": "never"},
         {"threshold": "soft"},
+        {"sort": "size"},
         {"samples": 1},
         {"validation": 0.0},
         {"validation": 1.0},

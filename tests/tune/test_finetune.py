@@ -23,7 +23,7 @@ from factorpack.tune.checkpoint import load_checkpoint, random_state, restore_ra
 from factorpack.tune.evaluate import evaluate
 from factorpack.tune.finetune import distillation
 from tests.helpers import assert_close, assert_same_encoded, assert_same_tensor, seeded
-from tests.tune.small_net import METHOD, loader, perceptron, points, with_weights
+from tests.tune.small_net import METHOD, build, loader, perceptron, pictures, points, with_weights
 from tests.tune.two_processes import tuned
 
 ROOT = Path(__file__).parents[2]
@@ -489,6 +489,8 @@ def test_nowhere_to_save(tmp_path: Path) -> None:
 
 def test_two_processes_reach_what_one_reaches(tmp_path: Path) -> None:
     """The halves' gradients add up to the whole's but for their rounding, which moves no code."""
+    pictures(tmp_path / "data", 4)
+    fp.save(fp.compress(build(), METHOD), tmp_path / "packed")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, "-m", "tests.tune.two_processes", str(tmp_path)],
@@ -500,7 +502,9 @@ def test_two_processes_reach_what_one_reaches(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    content = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert json.loads(done.stdout)["path"] == str(tmp_path / "command")  # said once, by one of them
+    content = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert "command" in content
     assert content["plain.0"] == content["plain.1"]
     assert content["shuffled.0"] == content["shuffled.1"] == content["resumed.0"] == content["resumed.1"]
     assert "broken.0" not in content

@@ -1,4 +1,4 @@
-"""What each of two processes under torchrun does: a plain run, and one that breaks off and goes on."""
+"""What each of two processes under torchrun does: a plain run, one that breaks off, and the command."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import factorpack as fp
+from factorpack.cli import app
 from tests.tune.small_net import METHOD, loader, perceptron
 
 SCHEDULE = fp.Schedule(epochs=2, learning_rate=1e-2, seed=5)
@@ -47,6 +48,10 @@ def main(folder: Path) -> None:
         tuned(folder / f"broken.{rank}", shuffle=True, break_at=6, **settings)
     except BreakOff:
         tuned(folder / f"resumed.{rank}", shuffle=True, **settings)
+    command = ["finetune", folder / "packed", "--data", folder / "data", "-o", folder / "command", "--json"]
+    options = ["--model", "tests.tune.small_net:build", "--image-size", 14, "--batch-size", 4]
+    options += ["--workers", 0, "--epochs", 1]
+    app([str(each) for each in (*command, *options)], standalone_mode=False)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,12 @@ from factorpack.plan.rules import Rules
 from factorpack.source import model_from, open_source
 from factorpack.tune.evaluate import Accuracy
 from factorpack.tune.evaluate import evaluate as measure
-from factorpack.tune.finetune import Schedule
+from factorpack.tune.finetune import Schedule, is_main_process
 from factorpack.tune.finetune import finetune as tune
 from factorpack.tune.images import ImageFolder, image_folder, loader
 
-console = Console(highlight=False)
+# One line each, whatever the width, and brackets in a path are no markup.
+console = Console(highlight=False, markup=False, soft_wrap=True)
 
 Model = Annotated[
     str,
@@ -143,6 +144,8 @@ def finetune(
         checkpoint_every=checkpoint_every,
         progress=not as_json,
     )
+    if not is_main_process():
+        return
     save(packed, output)
     state.unlink(missing_ok=True)
     _tell(output, model, data, (batch_size, image_size, workers), as_json)

@@ -94,6 +94,13 @@ def finetune(
     return packed
 
 
+def is_main_process() -> bool:
+    """Whether this process speaks for a run: all have the result, one should write it."""
+    from accelerate import PartialState
+
+    return bool(PartialState().is_main_process)
+
+
 class _Run:
     def __init__(
         self,
