@@ -105,7 +105,11 @@ VARIANTS = {
     "-codes": "a scale a row, sorted by code",
     "-columns-codes": "a scale a column, sorted by code",
     "-last": "the same, one-shot after all layers",
+    "-columns-codes-100": "a scale a column, sorted by code",
 }
+
+
+COMPARED = ("no data-aware optimisation", "one-shot, validation set", "iterative, 30 steps")
 
 
 def thresholding_variants() -> str:
@@ -115,15 +119,11 @@ def thresholding_variants() -> str:
         notes += source(document)
         cells = document["result"]["table"]
         for rank, name in dict.fromkeys((cell["rank"], cell["name"]) for cell in cells):
-            if rank == 128 or name not in (
-                "no data-aware optimisation",
-                "one-shot, validation set",
-                "iterative, 30 steps",
-            ):
+            if rank == 128 or (suffix == "" and name not in COMPARED):
                 continue
             mine = [cell for cell in cells if (cell["rank"], cell["name"]) == (rank, name)]
             scores = [f"{cell['top1']:.1f} ({cell['top1'] - cell['paper']:+.1f})" for cell in mine]
-            rows.append([words, str(rank), name, *scores])
+            rows.append([words, str(rank), name, *scores, *["-"] * (3 - len(scores))])
     head = ["variant", "rank", "solver", "10%", "20%", "30%"]
     return f"{markdown(head, rows)}\nIn parentheses the difference from the paper.\n{notes}"
 

@@ -176,7 +176,7 @@ def _is_shard(name: object) -> bool:
 def _safetensors_entries(path: Path) -> Iterator[tuple[str, Entry]]:
     try:
         with safe_open(path, framework="pt") as file:
-            if "factorpack" in (file.metadata() or {}):
+            if "factorpack" in (file.metadata() or {}):  # a packed file says so itself
                 raise SourceError(f"{path} is a packed file already: decode it first")
             for name in sorted(file.keys(), key=natural):
                 piece = file.get_slice(name)

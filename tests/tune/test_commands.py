@@ -311,3 +311,16 @@ def test_a_recipe_is_what_its_name_says(path: Path) -> None:
     assert (method.solver.samples, method.solver.validation) == (64, 1 / 8)
     assert isinstance(schedule, fp.Schedule)
     assert (schedule.final_share, schedule.weight_decay) == (1e-3, 0.0)
+
+
+def test_a_damaged_packed_file_is_called_damaged(tmp_path: Path) -> None:
+    """And not taken for a checkpoint."""
+    path, data = tmp_path / "x.safetensors", tmp_path / "data"
+    pictures(data, 2)
+    fp.save(fp.compress(build(), progress=False), path)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    common = ("--model", MODEL, "--data", data, "--image-size", SIDE, "--batch-size", 2, "--workers", 0)
+    assert "checksum" in failure("eval", path, *common)
+    assert "checksum" in failure("finetune", path, "-o", tmp_path / "out.safetensors", *common)

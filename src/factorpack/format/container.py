@@ -58,6 +58,15 @@ def header_bytes(entries: Iterable[tuple[str, str, tuple[int, ...], int]], metad
     return len(text).to_bytes(8, "little") + text
 
 
+def is_packed(path: str | Path) -> bool:
+    """Whether a file says of itself that it is a packed one, whole or not."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return METADATA_KEY in (file.metadata() or {})
+    except (SafetensorError, OSError):
+        return False
+
+
 class Writer:
     """Writes a packed file tensor by tensor, holding no more than one: `add`, then leave the block.
 

@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 from torch import nn
 
-from factorpack.errors import FormatError, PlanError, SourceError
+from factorpack.errors import PlanError, SourceError
+from factorpack.format.container import is_packed
 from factorpack.methods.protocol import build, samples_of
 from factorpack.model import DEFAULT_METHOD, Packed, compress, load, save
 from factorpack.plan.recipe import Recipe, read_recipe
@@ -171,11 +172,10 @@ def _tell(output: Path, model: str, data: Path, reading: tuple[int, int, int], a
 
 def _packed(source: Path, recipe: Recipe | None, net: nn.Module, batches: Any) -> Packed:
     """The packed file itself, or a checkpoint compressed by the recipe, calibrated on training pictures."""
-    try:
+    if is_packed(source):
         return load(source)
-    except FormatError:
-        if recipe is None:
-            raise PlanError(f"{source} is not a packed file: give a --recipe to compress it by") from None
+    if recipe is None:
+        raise PlanError(f"{source} is not a packed file: give a --recipe to compress it by")
     rules: Rules = recipe.rules
     _weights_into(net, source)
     wanted = max(samples_of(method) for method in (rules.method, *rules.layers.values()))
@@ -186,17 +186,16 @@ def _packed(source: Path, recipe: Recipe | None, net: nn.Module, batches: Any) -
 
 
 def _weights_into(model: nn.Module, file: Path) -> nn.Module:
-    try:
+    if is_packed(file):
         return load(file).load_into(model)
-    except FormatError:
-        opened = open_source(file)
-        state = {name: entry.load() for name, entry in opened.entries.items()}
-        state |= {alias: state[target] for alias, target in opened.aliases.items()}
-        try:
-            model.load_state_dict(state)
-        except RuntimeError as error:
-            raise SourceError(f"{file} does not fit the model: {error}") from error
-        return model
+    opened = open_source(file)
+    state = {name: entry.load() for name, entry in opened.entries.items()}
+    state |= {alias: state[target] for alias, target in opened.aliases.items()}
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise SourceError(f"{file} does not fit the model: {error}") from error
+    return model
 
 
 def _words(accuracy: Accuracy) -> str:
