@@ -309,3 +309,11 @@ class TestTrainedModels:
         assert report.original_bytes == sum(tensor.nbytes for tensor in build().state_dict().values())
         assert report.file_ratio == report.original_bytes / path.stat().st_size
         assert {line.name for line in report.tensors} == set(build().state_dict())
+
+
+def test_asking_for_a_name_reads_no_tensor(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fp.save(fp.compress(Tied(), METHOD), path)
+    packed = fp.load(path)
+    monkeypatch.setattr("factorpack.format.container._read_row", None)  # reading one would call it
+    assert set(packed) | set(packed.aliases) == {name for name in Tied().state_dict() if name in packed}
+    assert "nothing" not in packed

@@ -52,6 +52,9 @@ class Packed(Mapping[str, Encoded]):
     def __len__(self) -> int:
         return len(self._tensors)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors or name in self.aliases
+
     def __repr__(self) -> str:
         where = f" in {self._reader.path}" if self._reader else ""
         return f"Packed({len(self)} tensors{where})"

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from factorpack.errors import SourceError
+from factorpack.format.container import METADATA_KEY, SAFETENSORS_TYPES
 
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 SHARDS = (".safetensors", *PICKLED)
@@ -23,21 +24,7 @@ _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = ("model.safetensors", "pytorch_model.bin")
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_SAFETENSORS_DTYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +163,7 @@ def _is_shard(name: object) -> bool:
 def _safetensors_entries(path: Path) -> Iterator[tuple[str, Entry]]:
     try:
         with safe_open(path, framework="pt") as file:
-            if "factorpack" in (file.metadata() or {}):  # a packed file says so itself
+            if METADATA_KEY in (file.metadata() or {}):
                 raise SourceError(f"{path} is a packed file already: decode it first")
             for name in sorted(file.keys(), key=natural):
                 piece = file.get_slice(name)

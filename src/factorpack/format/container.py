@@ -177,6 +177,9 @@ class Reader(Mapping[str, Encoded]):
     def __iter__(self) -> Iterator[str]:
         return iter(self.rows)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.rows  # without decoding it, as a Mapping would
+
     def __len__(self) -> int:
         return len(self.rows)
 
