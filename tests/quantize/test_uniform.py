@@ -126,8 +126,8 @@ def test_mse_is_the_best_of_every_scale_it_tried(rows: Tensor, bits: int) -> Non
     rows = rows.double()
     start = minmax_scale(rows, bits)
     found = squared_error(rows, mse_scale(rows, bits, start), bits)
-    assert uniform._SHRINK[0] == 1.0
-    for shrink in uniform._SHRINK:
+    assert uniform._COARSE[0] == 1.0
+    for shrink in uniform._COARSE:
         assert (found <= squared_error(rows, start * shrink, bits) * (1 + tolerance(torch.float64))).all()
 
 

@@ -16,9 +16,10 @@ from factorpack.errors import PlanError
 Clip = Literal["mse", "minmax"]
 MIN_BITS, MAX_BITS = 2, 8
 
-# The clip search tries these fractions of the min-max scale. Two bits on heavy-tailed rows settle
-# near 0.25, eight bits near 1, and 24 steps leave the error within 0.1 % of a search four times finer.
-_SHRINK = torch.linspace(1.0, 0.2, 24).tolist()
+# The clip search first tries these fractions of the min-max scale, then these multiples of the best: at
+# two bits heavy-tailed rows settle near a tenth of it, at eight bits within a few percent of all of it.
+_COARSE = [0.86**power for power in range(21)]
+_FINE = (0.9, 0.93, 0.96, 1.04, 1.07, 0.98, 0.99, 1.01, 1.02)
 
 
 def check_bits(name: str, bits: int) -> None:
@@ -50,14 +51,20 @@ def minmax_scale(rows: Tensor, bits: int) -> Tensor:
 
 
 def mse_scale(rows: Tensor, bits: int, start: Tensor) -> Tensor:
-    """The fraction of `start` with the least squared rounding error, row by row: (r, n) -> (r, 1)."""
+    """The fraction of `start` with the least squared rounding error found, row by row: (r, n) -> (r, 1)."""
     best, best_error = torch.ones_like(start), torch.full_like(start, torch.inf)
     unit = rows / _divisor(start)  # in units of `start` no square overflows or vanishes
-    for shrink in _SHRINK:
+
+    def consider(shrink: Tensor) -> None:
+        nonlocal best, best_error
         error = _clamped(unit / shrink, bits).mul_(shrink).sub_(unit).square_().sum(1, keepdim=True)
         better = error < best_error
-        best = torch.where(better, torch.full_like(best, shrink), best)
-        best_error = torch.where(better, error, best_error)
+        best, best_error = torch.where(better, shrink, best), torch.where(better, error, best_error)
+
+    for share in _COARSE:
+        consider(torch.full_like(start, share))
+    for multiple in _FINE:
+        consider((best * multiple).clamp(max=1.0))
     return start * best
 
 
