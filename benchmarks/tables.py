@@ -106,6 +106,7 @@ VARIANTS = {
     "-columns-codes": "a scale a column, sorted by code",
     "-last": "the same, one-shot after all layers",
     "-columns-codes-100": "a scale a column, sorted by code",
+    "-few": "a scale a row, sorted by value",
 }
 
 
