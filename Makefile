@@ -25,7 +25,7 @@ unit: $(READY)
 	$(BIN)/python -m pytest
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.run benchmarks/experiments/speed
 
 fuzz: $(READY)
 	$(BIN)/python -m benchmarks.fuzz_reader --files 100000
