@@ -1,6 +1,6 @@
 """The one harness: experiments/<study>/<case>.toml -> results/<study>/<case>.json.
 
-python -m benchmarks.run                                  every case that runs on this machine
+python -m benchmarks.run                                  every case; those that train want a GPU
 python -m benchmarks.run benchmarks/experiments/speed     the cases of one study
 python -m benchmarks.run benchmarks/experiments/speed/resnet18.toml
 """
