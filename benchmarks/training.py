@@ -97,9 +97,7 @@ def case_of(method: Case, schedule: Case) -> Case:
     return {"method": plain, "schedule": schedule | method.get("schedule", {})}
 
 
-def spread(
-    work: Callable[[dict[str, Any]], dict[str, Any]], cases: list[dict[str, Any]], workers: int
-) -> list[dict[str, Any]]:
+def spread(work: Callable[[Case], Case], cases: list[Case], workers: int) -> list[Case]:
     """`work` on every case, some at a time in processes of their own, results in the cases' order."""
     results: dict[int, Case] = {}
     started = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -45,14 +46,14 @@ def _one(case: dict[str, Any], model: str, seed: int, fp32_epochs: int, measure_
     batch = settings.pop("batch", 64)
     calibration = [normalized(train[0][:64].to(device()))]
     packed = fp.compress(net, from_fields(METHODS, case["method"]), calibration=calibration, progress=False)
-    before = top1(packed.load_into(_fresh(net)).eval(), test, batch=500)
+    before = top1(packed.load_into(copy.deepcopy(net)).eval(), test, batch=500)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "packed.safetensors"
         fp.save(packed, path)
         start = packed.size()
         fp.finetune(
             packed,
-            _fresh(net),
+            copy.deepcopy(net),
             Augmented(train, batch, pad=4, seed=seed),
             teacher=net,
             schedule=fp.Schedule(seed=seed, **settings),
@@ -61,7 +62,7 @@ def _one(case: dict[str, Any], model: str, seed: int, fp32_epochs: int, measure_
         fp.save(packed, path)
         loaded = fp.load(path)
         report = loaded.size()
-        after = top1(loaded.load_into(_fresh(net)).eval(), test, batch=500)
+        after = top1(loaded.load_into(copy.deepcopy(net)).eval(), test, batch=500)
     return {
         **case,
         "top1_before": before,
@@ -70,9 +71,3 @@ def _one(case: dict[str, Any], model: str, seed: int, fp32_epochs: int, measure_
         "file_ratio": report.file_ratio,
         "paper_ratio": report.paper_ratio,
     }
-
-
-def _fresh(net: torch.nn.Module) -> torch.nn.Module:
-    import copy
-
-    return copy.deepcopy(net)

@@ -19,10 +19,15 @@ _SCALES = (torch.float16, torch.float32)
 def decode(encoded: Encoded) -> Tensor:
     """The weight an `Encoded` stands for, in its own dtype and shape."""
     weight = DECODERS[encoded.kind](encoded)
-    if encoded.kind != "keep" and encoded.dtype.itemsize < 4:
-        limit = torch.finfo(encoded.dtype).max  # the nearest code may lie beyond what a narrow type holds
+    return weight.to(encoded.dtype) if encoded.kind == "keep" else narrowed(weight, encoded.dtype)
+
+
+def narrowed(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """In `dtype`, clamped where it is narrow: the nearest code may lie beyond what it holds."""
+    if dtype.itemsize < 4:
+        limit = torch.finfo(dtype).max
         weight = weight.clamp(-limit, limit)
-    return weight.to(encoded.dtype)
+    return weight.to(dtype)
 
 
 def factors(encoded: Encoded) -> Tensor:

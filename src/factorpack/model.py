@@ -19,7 +19,7 @@ from factorpack.plan.rules import Choice, Rules
 from factorpack.progress import Progress
 from factorpack.record import DTYPES, Encoded, LayerSample
 from factorpack.size import SizeReport, size_report
-from factorpack.source import Source, open_source
+from factorpack.source import Source, open_source, weight_of
 
 DEFAULT_METHOD = QSPCA(rank=256, latent_bits=5)
 
@@ -230,11 +230,6 @@ def _encode_calibrated(
                     targets[name].data.copy_(decode(encoded))
                 yield name, encoded
                 bar.advance(name, encoded.numel)
-
-
-def weight_of(layer: str) -> str:
-    """The name of a layer's weight; the layer may be the whole model, whose name is empty."""
-    return f"{layer}.weight" if layer else "weight"
 
 
 def _numel(source: Source) -> int:

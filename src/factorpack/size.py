@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from factorpack.record import Encoded
+from factorpack.record import Encoded, dtype_name
 
 ITEMS = ("codebook", "latent", "mask", "scales", "mean", "values", "header")
 _ITEM_OF_PART = {"codes": "latent", "scale": "scales", "codebook_scale": "scales", "latent_scale": "scales"}
@@ -102,7 +102,7 @@ def fixed_bits(encoded: Encoded) -> dict[str, int]:
 def words(encoded: Encoded) -> str:
     """What a tensor got, as a person would say it."""
     if encoded.kind == "keep":
-        return f"kept as {str(encoded.parts['values'].dtype).removeprefix('torch.')}"
+        return f"kept as {dtype_name(encoded.parts['values'].dtype)}"
     codes = encoded.parts["latent" if encoded.kind == "factors" else "codes"]
     zeros = 1.0 - int(codes.count_nonzero()) / max(codes.numel(), 1)
     if encoded.kind == "scalar":

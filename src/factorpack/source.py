@@ -23,7 +23,7 @@ SHARDS = (".safetensors", *PICKLED)
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = ("model.safetensors", "pytorch_model.bin")
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _SAFETENSORS_DTYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
 
 
@@ -49,15 +49,20 @@ def open_source(source: nn.Module | Mapping[str, Tensor] | str | Path) -> Source
     """A model, a state dict, or a path: `.safetensors`, `.pt/.pth/.bin`, a Hugging Face folder or index."""
     if isinstance(source, nn.Module):
         groups = {
-            f"{name}.weight" if name else "weight": module.groups
+            weight_of(name): module.groups
             for name, module in source.named_modules()
-            if isinstance(module, _TRANSPOSED)
+            if isinstance(module, TRANSPOSED)
         }
         plain = _from_state_dict(source.state_dict(keep_vars=False))
         return Source(plain.entries, plain.aliases, groups)
     if isinstance(source, Mapping):
         return _from_state_dict(source)
     return _open_path(Path(source))
+
+
+def weight_of(layer: str) -> str:
+    """The name of a layer's weight; the layer may be the whole model, whose name is empty."""
+    return f"{layer}.weight" if layer else "weight"
 
 
 def model_from(reference: str) -> nn.Module:

@@ -127,14 +127,19 @@ def _histograms(symbols: NDArray[np.int32], alphabet: int) -> Counts:
 
 def _best_grouping(histograms: Counts) -> _Grouping:
     """Doubles the number of groups for as long as the whole stream gets shorter."""
-    best, best_bits, groups = _group(histograms, 1), np.inf, 1
+    best, groups = _group(histograms, 1), 2
+    best_bits = _stream_bits(histograms, best)
     while groups <= min(MAX_GROUPS, len(histograms)):
         grouping = _group(histograms, groups)
-        bits = _message_bits(histograms, grouping) + _side_bits(histograms, groups)
+        bits = _stream_bits(histograms, grouping)
         if bits >= best_bits:
             break
         best, best_bits, groups = grouping, bits, groups * 2
     return best
+
+
+def _stream_bits(histograms: Counts, grouping: _Grouping) -> float:
+    return _message_bits(histograms, grouping) + _side_bits(histograms, len(grouping.frequencies))
 
 
 def _side_bits(histograms: Counts, groups: int) -> int:

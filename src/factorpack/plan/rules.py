@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from factorpack.errors import PlanError
 from factorpack.methods import Keep, Method, Scalar
+from factorpack.record import dtype_name
 from factorpack.source import Entry, Source, natural
 
 CLASSIFIER = Scalar(bits=4)
@@ -95,7 +96,7 @@ def matches(pattern: str, name: str) -> bool:
 def not_a_weight(entry: Entry) -> str:
     """Why a tensor is kept whatever the method; empty for a weight."""
     if not entry.dtype.is_floating_point or entry.dtype.itemsize == 1:
-        return f"{str(entry.dtype).removeprefix('torch.')} values"
+        return f"{dtype_name(entry.dtype)} values"
     if 0 in entry.shape:
         return "empty"
     if len(entry.shape) < 2:

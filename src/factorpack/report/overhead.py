@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from factorpack.model import Packed
+from factorpack.source import TRANSPOSED, weight_of
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ def _positions(model: nn.Module, example: Tensor) -> dict[str, list[int]]:
     shadow = copy.deepcopy(model).to("meta").eval()
     found: dict[str, list[int]] = {}
     for name, module in shadow.named_modules():
-        if isinstance(module, (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)):
-            module.register_forward_hook(_counter(f"{name}.weight" if name else "weight", found))
+        if isinstance(module, (nn.Linear, *_CONVOLUTIONS, *TRANSPOSED)):
+            module.register_forward_hook(_counter(weight_of(name), found))
     with torch.no_grad():
         shadow(example.to("meta"))
     return found
@@ -102,7 +102,7 @@ def _counter(
     name: str, found: dict[str, list[int]]
 ) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
     def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if isinstance(module, _TRANSPOSED):  # spreads every input position over several output positions
+        if isinstance(module, TRANSPOSED):  # spreads every input position over several output positions
             positions = inputs[0].numel() // module.in_channels
         elif isinstance(module, _CONVOLUTIONS):
             positions = output.numel() // module.out_channels

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from factorpack.decode import decode
 from factorpack.model import Packed
+from factorpack.record import Encoded
 from factorpack.source import Source, open_source
 
 
@@ -30,13 +31,14 @@ def verify(packed: Packed, against: str | Path | None = None) -> Iterator[Tensor
     source = open_source(against) if against is not None else None
     originals = _names(source) if source is not None else {}
     for name in (*packed, *packed.aliases):
-        weight = decode(packed[name])
+        encoded = packed[name]
+        weight = decode(encoded)
         if source is None:
             yield TensorCheck(name, 0.0, 0.0)
         elif name not in originals:
             yield TensorCheck(name, 0.0, 0.0, "not in the original")
         else:
-            yield _compare(name, weight, source.entries[originals[name]].load(), packed)
+            yield _compare(name, weight, source.entries[originals[name]].load(), encoded)
     for name in sorted(set(originals) - {*packed, *packed.aliases}):
         yield TensorCheck(name, 0.0, 0.0, "not in the packed file")
 
@@ -45,11 +47,10 @@ def _names(source: Source) -> dict[str, str]:
     return {**{name: name for name in source.entries}, **source.aliases}
 
 
-def _compare(name: str, weight: Tensor, original: Tensor, packed: Packed) -> TensorCheck:
+def _compare(name: str, weight: Tensor, original: Tensor, encoded: Encoded) -> TensorCheck:
     if weight.shape != original.shape or weight.dtype != original.dtype:
         found, expected = (f"{value.dtype} {tuple(value.shape)}" for value in (weight, original))
         return TensorCheck(name, 0.0, 0.0, f"is {found}, the original {expected}")
-    encoded = packed[name]
     if encoded.kind == "keep" and encoded.parts["values"].dtype == original.dtype:
         same = _bits(weight).equal(_bits(original))
         return TensorCheck(name, 0.0, 0.0, "" if same else "kept raw, yet differs")

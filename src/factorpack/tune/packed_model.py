@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from factorpack.decode import narrowed
 from factorpack.errors import SourceError
 from factorpack.methods import Keep
 from factorpack.model import Packed
@@ -65,6 +66,5 @@ class PackedModel(nn.Module):
 def _as_loaded(weight: Tensor, decoded: torch.dtype, loaded: torch.dtype) -> Tensor:
     """A weight as `load_into` gives it to the model: in the type it is decoded to, then the model's."""
     if decoded.itemsize < 4:
-        limit = torch.finfo(decoded).max
-        weight = straight_through(weight, weight.clamp(-limit, limit).to(decoded).to(weight.dtype))
+        weight = straight_through(weight, narrowed(weight, decoded).to(weight.dtype))
     return weight.to(loaded)
