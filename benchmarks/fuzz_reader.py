@@ -176,6 +176,7 @@ def forge_value(pieces: Pieces, rng: random.Random) -> None:
             True,
             "",
             "keep",
+            "constant",
             "ans",
             "raw",
             "packed",
@@ -236,10 +237,12 @@ def forge_part(pieces: Pieces, rng: random.Random) -> None:
 
 def forge_codec(pieces: Pieces, rng: random.Random) -> None:
     """A part's bytes are read by another codec, as another type."""
-    row = _row(pieces, rng, "keep", "scalar", "factors")
+    row = _row(pieces, rng, "keep", "scalar", "factors", "constant")
     part = rng.choice(list(row["parts"].values()))
     part[0] = rng.choice(("raw", "packed", "ans"))
-    part[1] = rng.choice((2, 3, 4, 8, "int8", "float16", "float32", "bool", "complex64", part[1]))
+    part[1] = rng.choice(
+        (2, 3, 4, 8, 9, 16, "int8", "int16", "float16", "float32", "bool", "complex64", part[1])
+    )
 
 
 def _grow(data: bytes, rng: random.Random) -> bytes:

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from factorpack.decode import decode
+from factorpack.decode import check, decode, specs
+from factorpack.errors import FormatError
 from factorpack.methods import QSPCA, Method, Scalar
-from factorpack.record import Encoded
+from factorpack.record import DTYPES, Encoded
 from factorpack.tiles import from_tiles, to_tiles
-from tests.helpers import assert_close, assert_same_tensor, seeded
+from tests.helpers import assert_close, assert_same_tensor, raw, seeded
 
 
 def codes(*shape: int, low: int = -8, high: int = 7, seed: int = 0) -> Tensor:
@@ -83,3 +84,36 @@ def test_codes_beyond_a_narrow_type_stop_at_its_largest(dtype: torch.dtype, meth
     limit = min(torch.finfo(dtype).max, 9e35)
     weight = (seeded(64, 64).clamp(-1, 1) * limit).to(dtype)
     assert decode(method.encode(weight)).float().isfinite().all()
+
+
+def test_one_step_is_the_same_scale_everywhere() -> None:
+    wide = codes(3, 5).to(torch.int16) * 4000
+    one, each = torch.full((1, 1), 0.25), torch.full((3, 1), 0.25)
+    assert_same_tensor(
+        decode(factors(codes(8, 3), wide, (4, 10), one)), decode(factors(codes(8, 3), wide, (4, 10), each))
+    )
+    scalars = [
+        Encoded("scalar", (3, 5), torch.float32, {"codes": wide, "scale": scale}, {"codes": 16})
+        for scale in (one, each)
+    ]
+    assert_same_tensor(decode(scalars[0]), wide.float() / 4)
+    assert_same_tensor(decode(scalars[1]), wide.float() / 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0, 4), (2, 3)])
+def test_a_constant_of_every_type(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    value = torch.tensor([1]).to(dtype)
+    encoded = Encoded("constant", shape, dtype, {"value": value})
+    check("constant", shape, dtype, 0, specs(encoded))
+    found = decode(encoded)
+    assert (found.shape, found.dtype, found.is_contiguous()) == (shape, dtype, True)
+    assert raw(found) == raw(value) * found.numel()
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(8, torch.int16), (9, torch.int8), (9, torch.int32)])
+def test_codes_of_another_type_are_refused(bits: int, dtype: torch.dtype) -> None:
+    parts = {"codes": torch.zeros(3, 5, dtype=dtype), "scale": torch.ones(1, 1)}
+    encoded = Encoded("scalar", (3, 5), torch.float32, parts, {"codes": bits})
+    with pytest.raises(FormatError, match=f"part 'codes' is {dtype}, codes of {bits} bits are"):
+        check("scalar", (3, 5), torch.float32, 0, specs(encoded))

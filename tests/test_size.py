@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 import factorpack as fp
 from benchmarks.zoo import resnet18
 from factorpack.record import Encoded
-from factorpack.size import ITEMS, fixed_bits, size_report
+from factorpack.size import ITEMS, _width, fixed_bits, size_report, words
 from tests.helpers import seeded
 
 
@@ -132,6 +133,35 @@ def test_a_saved_report_sums_to_the_file(tmp_path: Path) -> None:
 def test_zeros_in_words() -> None:
     report = size_report({"x": factors(latent(25), 0)})
     assert report.tensors[0].words == "rank 2 of 8, 4 bits, 25% zeros"
+
+
+def one_step(latent: Tensor) -> Encoded:
+    many = factors(latent, 0, latent_bits=12)
+    return replace(many, parts={**many.parts, "latent_scale": torch.ones(1, 1)})
+
+
+def test_one_step_in_words() -> None:
+    """Rank and width are what the codes need, since the declared ones are limits."""
+    codes = torch.zeros(6, 50, dtype=torch.int16)
+    codes[1, 3], codes[4, 0] = 64, -128
+    assert words(one_step(codes)) == "rank 2 of 8, 8 bits, 99% zeros"
+    codes[4, 1] = 128
+    assert words(one_step(codes)) == "rank 2 of 8, 9 bits, 99% zeros"
+    assert words(one_step(torch.zeros(6, 50, dtype=torch.int16))) == "rank 0 of 8, 1 bits, 100% zeros"
+    parts = {"codes": codes, "scale": torch.ones(1, 1)}
+    assert words(Encoded("scalar", (6, 50), torch.float32, parts, {"codes": 12})) == "9 bits, 99% zeros"
+
+
+@pytest.mark.parametrize(("low", "high", "bits"), [(-1, 0, 1), (-2, 1, 2), (0, 1, 2), (-3, 1, 3), (5, 9, 5)])
+def test_the_width_codes_need(low: int, high: int, bits: int) -> None:
+    assert _width(low, high) == bits
+
+
+def test_a_constant_counts_its_one_value() -> None:
+    encoded = Encoded("constant", (30, 5), torch.int64, {"value": torch.tensor([3])})
+    assert words(encoded) == "one value everywhere"
+    assert fixed_bits(encoded) == items(values=64)
+    assert size_report({"x": encoded}).original_bytes == 1200
 
 
 def test_nothing_at_all() -> None:

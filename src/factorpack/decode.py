@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import FormatError
-from factorpack.quantize.uniform import MAX_BITS, MIN_BITS, from_codes
+from factorpack.quantize.uniform import MAX_STORED_BITS, MIN_BITS, code_dtype, from_codes
 from factorpack.record import Encoded
 from factorpack.tiles import from_out_first, from_tiles, out_first_shape, tile_count
 
 _SCALES = (torch.float16, torch.float32)
+_STORED = {"keep": "values", "constant": "value"}
+"""The part that holds the tensor's own numbers, for the kinds that have one."""
 
 
 def decode(encoded: Encoded) -> Tensor:
     """The weight an `Encoded` stands for, in its own dtype and shape."""
     weight = DECODERS[encoded.kind](encoded)
-    return weight.to(encoded.dtype) if encoded.kind == "keep" else narrowed(weight, encoded.dtype)
+    return weight.to(encoded.dtype) if encoded.kind in _STORED else narrowed(weight, encoded.dtype)
 
 
 def narrowed(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -40,7 +42,7 @@ def factors(encoded: Encoded) -> Tensor:
 
 
 def scalar(encoded: Encoded) -> Tensor:
-    """W = q s: codes (out, rest) and one scale an output channel (out, 1)."""
+    """W = q s: codes (out, rest), and a scale an output channel (out, 1) or one for all (1, 1)."""
     rows = from_codes(encoded.parts["codes"], encoded.parts["scale"])
     groups = encoded.transposed_groups
     return from_out_first(rows.reshape(out_first_shape(encoded.shape, groups)), groups)
@@ -50,7 +52,17 @@ def keep(encoded: Encoded) -> Tensor:
     return encoded.parts["values"].clone()  # a caller may train what it gets
 
 
-DECODERS: dict[str, Callable[[Encoded], Tensor]] = {"factors": factors, "scalar": scalar, "keep": keep}
+def constant(encoded: Encoded) -> Tensor:
+    """A tensor filled with one value, (1,)."""
+    return encoded.parts["value"].reshape(()).expand(encoded.shape).clone()
+
+
+DECODERS: dict[str, Callable[[Encoded], Tensor]] = {
+    "factors": factors,
+    "scalar": scalar,
+    "keep": keep,
+    "constant": constant,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +96,9 @@ def check(
         raise FormatError(f"shape {shape} is not a transposed convolution of {transposed_groups} groups")
     _CHECKS[kind](shape, transposed_groups, parts)
     # Only floats are ever rounded to another type: anything else would change when it is decoded.
-    stored = parts["values"].dtype if kind == "keep" else torch.float32
-    if stored != dtype and not (stored.is_floating_point and dtype.is_floating_point):
+    stored = parts[_STORED[kind]].dtype if kind in _STORED else torch.float32
+    rounds = kind != "constant" and stored.is_floating_point and dtype.is_floating_point
+    if stored != dtype and not rounds:
         raise FormatError(f"{stored} values cannot stand for a {dtype} tensor")
 
 
@@ -101,8 +114,8 @@ def _check_factors(shape: tuple[int, ...], _: int, parts: Mapping[str, PartSpec]
         raise FormatError(f"a codebook of {tile} x {rank} does not suit a weight of {numel} numbers")
     count = tile_count(numel, tile)
     _expect_shape(parts, "latent", (rank, count))
-    _expect_scale(parts, "codebook_scale", {(1, rank)})
-    _expect_scale(parts, "latent_scale", {(rank, 1), (1, count)})
+    _expect_scale(parts, "codebook_scale", {(1, rank), (1, 1)})
+    _expect_scale(parts, "latent_scale", {(rank, 1), (1, count), (1, 1)})
     if "mean" in parts:
         _expect_shape(parts, "mean", (tile, 1))
         _expect_dtype(parts, "mean", (torch.float16, torch.float32))
@@ -116,7 +129,7 @@ def _check_scalar(shape: tuple[int, ...], groups: int, parts: Mapping[str, PartS
         raise FormatError(f"a tensor of shape {shape} has no channels to quantize")
     rows = out_first_shape(shape, groups)[0]
     _expect_shape(parts, "codes", (rows, numel // rows))
-    _expect_scale(parts, "scale", {(rows, 1)})
+    _expect_scale(parts, "scale", {(rows, 1), (1, 1)})
 
 
 def _check_keep(shape: tuple[int, ...], _: int, parts: Mapping[str, PartSpec]) -> None:
@@ -126,10 +139,18 @@ def _check_keep(shape: tuple[int, ...], _: int, parts: Mapping[str, PartSpec]) -
         raise FormatError("kept values are stored as they are, not as codes")
 
 
+def _check_constant(_: tuple[int, ...], __: int, parts: Mapping[str, PartSpec]) -> None:
+    _expect_names(parts, {"value"})
+    _expect_shape(parts, "value", (1,))
+    if parts["value"].bits:
+        raise FormatError("a constant is stored as it is, not as a code")
+
+
 _CHECKS: dict[str, Callable[[tuple[int, ...], int, Mapping[str, PartSpec]], None]] = {
     "factors": _check_factors,
     "scalar": _check_scalar,
     "keep": _check_keep,
+    "constant": _check_constant,
 }
 
 
@@ -151,10 +172,14 @@ def _expect_dtype(parts: Mapping[str, PartSpec], name: str, allowed: tuple[torch
 
 def _expect_codes(parts: Mapping[str, PartSpec], name: str) -> None:
     part = parts[name]
-    if not MIN_BITS <= part.bits <= MAX_BITS or len(part.shape) != 2:
+    if not MIN_BITS <= part.bits <= MAX_STORED_BITS or len(part.shape) != 2:
         raise FormatError(
             f"part {name!r} has {part.bits} bits and shape {part.shape}: expected a matrix of codes "
-            f"of {MIN_BITS} to {MAX_BITS} bits"
+            f"of {MIN_BITS} to {MAX_STORED_BITS} bits"
+        )
+    if part.dtype != code_dtype(part.bits):
+        raise FormatError(
+            f"part {name!r} is {part.dtype}, codes of {part.bits} bits are {code_dtype(part.bits)}"
         )
 
 

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from factorpack.record import Encoded, dtype_name
 
 ITEMS = ("codebook", "latent", "mask", "scales", "mean", "values", "header")
-_ITEM_OF_PART = {"codes": "latent", "scale": "scales", "codebook_scale": "scales", "latent_scale": "scales"}
+_ITEM_OF_PART = {
+    "codes": "latent",
+    "scale": "scales",
+    "codebook_scale": "scales",
+    "latent_scale": "scales",
+    "value": "values",
+}
 
 # Statistics a batch norm keeps for inference. The paper counts a network's parameters, not these.
 _NOT_PARAMETERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -103,12 +109,23 @@ def words(encoded: Encoded) -> str:
     """What a tensor got, as a person would say it."""
     if encoded.kind == "keep":
         return f"kept as {dtype_name(encoded.parts['values'].dtype)}"
-    codes = encoded.parts["latent" if encoded.kind == "factors" else "codes"]
+    if encoded.kind == "constant":
+        return "one value everywhere"
+    name, scale = ("latent", "latent_scale") if encoded.kind == "factors" else ("codes", "scale")
+    codes, bits = encoded.parts[name], encoded.bits[name]
+    if encoded.parts[scale].numel() == 1:  # the width is then that of the layer's largest number
+        bits = _width(int(codes.min()), int(codes.max()))
     zeros = 1.0 - int(codes.count_nonzero()) / max(codes.numel(), 1)
+    text = f"{bits} bits, {zeros:.0%} zeros"
     if encoded.kind == "scalar":
-        return f"{encoded.bits['codes']} bits, {zeros:.0%} zeros"
-    tile, rank = encoded.parts["codebook"].shape
-    return f"rank {rank} of {tile}, {encoded.bits['latent']} bits, {zeros:.0%} zeros"
+        return text
+    rank = int(codes.any(1).count_nonzero())
+    return f"rank {rank} of {len(encoded.parts['codebook'])}, {text}"
+
+
+def _width(low: int, high: int) -> int:
+    """Bits that signed codes from `low` to `high` need."""
+    return 1 + max(value.bit_length() for value in (max(high, 0), -min(low, -1) - 1))
 
 
 def _tensor_size(name: str, encoded: Encoded, stored: Mapping[str, int] | None) -> TensorSize:

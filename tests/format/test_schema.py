@@ -42,10 +42,10 @@ def raw_part(shape: tuple[int, ...], dtype: torch.dtype) -> PartRow:
 
 @st.composite
 def code_parts(draw: st.DrawFn, shape: tuple[int, int]) -> PartRow:
-    bits = draw(st.integers(2, 8))
+    bits = draw(st.integers(2, 16))
     codec = draw(st.sampled_from([PACKED, ANS]))
     size = packed_bytes(math.prod(shape), bits) if codec == PACKED else draw(st.integers(3, 40))
-    return PartRow(codec, PartSpec(shape, torch.int8, bits), size)
+    return PartRow(codec, PartSpec(shape, torch.int8 if bits <= 8 else torch.int16, bits), size)
 
 
 @st.composite
@@ -59,13 +59,22 @@ def keep_rows(draw: st.DrawFn, name: str) -> TensorRow:
 
 
 @st.composite
+def constant_rows(draw: st.DrawFn, name: str) -> TensorRow:
+    dtype = draw(st.sampled_from(list(DTYPES)))
+    shape = tuple(draw(st.lists(st.integers(0, 40), max_size=3)))
+    return finished(
+        draw, TensorRow(name, "constant", dtype, shape, {"value": raw_part((1,), DTYPES[dtype])}, 0)
+    )
+
+
+@st.composite
 def scalar_rows(draw: st.DrawFn, name: str) -> TensorRow:
     groups, out, channels, kernel = draw(st.integers(0, 3)), draw(SIZES), draw(SIZES), draw(SIZES)
     shape = (channels * groups, out, kernel) if groups else (out, channels, kernel)
     rows = out * max(groups, 1)
     parts = {
         "codes": draw(code_parts((rows, channels * kernel))),
-        "scale": raw_part((rows, 1), draw(SCALES)),
+        "scale": raw_part(draw(st.sampled_from([(rows, 1), (1, 1)])), draw(SCALES)),
     }
     return finished(
         draw, TensorRow(name, "scalar", draw(st.sampled_from(FLOATS)), shape, parts, 0, 0, groups)
@@ -81,9 +90,9 @@ def factor_rows(draw: st.DrawFn, name: str) -> TensorRow:
     count = math.ceil(numel / tile)
     parts = {
         "codebook": draw(code_parts((tile, rank))),
-        "codebook_scale": raw_part((1, rank), draw(SCALES)),
+        "codebook_scale": raw_part(draw(st.sampled_from([(1, rank), (1, 1)])), draw(SCALES)),
         "latent": draw(code_parts((rank, count))),
-        "latent_scale": raw_part(draw(st.sampled_from([(rank, 1), (1, count)])), draw(SCALES)),
+        "latent_scale": raw_part(draw(st.sampled_from([(rank, 1), (1, count), (1, 1)])), draw(SCALES)),
     }
     if draw(st.booleans()):
         parts["mean"] = raw_part((tile, 1), draw(SCALES))
@@ -115,7 +124,8 @@ def finished(draw: st.DrawFn, row: TensorRow) -> TensorRow:
 @st.composite
 def schemata(draw: st.DrawFn) -> Schema:
     names = draw(st.lists(NAMES, unique=True, max_size=5))
-    rows = tuple(draw(st.one_of(keep_rows(name), scalar_rows(name), factor_rows(name))) for name in names)
+    kinds = (keep_rows, constant_rows, scalar_rows, factor_rows)
+    rows = tuple(draw(st.one_of([rows(name) for rows in kinds])) for name in names)
     aliases = (
         draw(st.dictionaries(NAMES.filter(lambda name: name not in names), st.sampled_from(names)))
         if names

@@ -11,11 +11,12 @@ from factorpack.decode import PartSpec
 from factorpack.errors import FormatError
 from factorpack.format.bitpack import packed_bytes
 from factorpack.format.streams import ANS, PACKED, RAW, decode_part, encode_part, raw_bytes, raw_size
-from factorpack.quantize.uniform import MAX_BITS, MIN_BITS, code_range
+from factorpack.quantize.uniform import MAX_STORED_BITS, MIN_BITS, code_dtype, code_range
 from factorpack.record import DTYPES
 from tests.helpers import assert_same_tensor, raw
 
-BITS = range(MIN_BITS, MAX_BITS + 1)
+BITS = range(MIN_BITS, MAX_STORED_BITS + 1)
+NUMPY = {torch.int8: np.int8, torch.int16: np.int16}
 
 
 @st.composite
@@ -25,7 +26,9 @@ def coded(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
     shape = draw(hnp.array_shapes(min_dims=2, max_dims=2, max_side=40))
     likely = draw(st.integers(low, high))
     elements = st.one_of(st.just(likely), st.integers(low, high))
-    return torch.from_numpy(draw(hnp.arrays(np.int8, shape, elements=elements, fill=st.just(likely)))), bits
+    held = NUMPY[code_dtype(bits)]
+    drawn = draw(hnp.arrays(held, shape, elements=elements, fill=st.just(likely)))
+    return torch.from_numpy(drawn), bits
 
 
 @given(coded())
@@ -34,18 +37,18 @@ def test_codes_come_back_and_never_outgrow_fixed_width(case: tuple[torch.Tensor,
     codec, data = encode_part(codes, bits)
     assert codec in (PACKED, ANS)
     assert len(data) <= packed_bytes(codes.numel(), bits)
-    assert_same_tensor(decode_part(codec, data, PartSpec(tuple(codes.shape), torch.int8, bits)), codes)
+    assert_same_tensor(decode_part(codec, data, PartSpec(tuple(codes.shape), code_dtype(bits), bits)), codes)
     assert encode_part(codes.clone(), bits) == (codec, data)
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_every_code_of_every_width(bits: int):
     low, high = code_range(bits)
-    codes = torch.arange(low, high + 1).to(torch.int8).reshape(1, -1)
+    codes = torch.arange(low, high + 1).to(code_dtype(bits)).reshape(1, -1)
     codec, data = encode_part(codes, bits)
     assert codec == PACKED
     assert len(data) == packed_bytes(1 << bits, bits)
-    assert_same_tensor(decode_part(codec, data, PartSpec((1, 1 << bits), torch.int8, bits)), codes)
+    assert_same_tensor(decode_part(codec, data, PartSpec((1, 1 << bits), code_dtype(bits), bits)), codes)
 
 
 def test_entropy_coding_is_chosen_where_it_is_shorter():
@@ -53,12 +56,12 @@ def test_entropy_coding_is_chosen_where_it_is_shorter():
     assert encode_part(codes, 4) == (ANS, bytes([0, 0, 0]))
 
 
-@pytest.mark.parametrize("bits", range(MIN_BITS, MAX_BITS))
+@pytest.mark.parametrize("bits", range(MIN_BITS, MAX_STORED_BITS))
 @pytest.mark.parametrize("end", [0, 1])
 def test_codes_outside_their_width_are_not_written(bits: int, end: int):
     code = code_range(bits)[end] + (-1, 1)[end]
     with pytest.raises(FormatError, match=f"codes {code} to {code} do not fit {bits} bits"):
-        encode_part(torch.full((3, 3), code, dtype=torch.int8), bits)
+        encode_part(torch.full((3, 3), code, dtype=torch.int16), bits)
 
 
 @given(st.sampled_from(list(DTYPES.values())), st.data())

@@ -31,7 +31,8 @@ def codes(rows: int, columns: int, bits: int, salt: int) -> Tensor:
         number = hashed(row * columns + column, salt)
         return number % size - half if row % 2 == 0 else -(number % 23 == 0)
 
-    return torch.tensor([[code(i, j) for j in range(columns)] for i in range(rows)], dtype=torch.int8)
+    dtype = torch.int8 if bits <= 8 else torch.int16
+    return torch.tensor([[code(i, j) for j in range(columns)] for i in range(rows)], dtype=dtype)
 
 
 def powers(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -43,7 +44,14 @@ def powers(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
 
 def tensors() -> dict[str, Encoded]:
     """What the golden file holds."""
-    return {"conv.weight": _conv(), "up.weight": _up(), **_scalars(), **_kept()}
+    return {
+        "conv.weight": _conv(),
+        "up.weight": _up(),
+        **_one_step(),
+        **_scalars(),
+        **_kept(),
+        **_constants(),
+    }
 
 
 def _conv() -> Encoded:
@@ -69,6 +77,23 @@ def _up() -> Encoded:
     }
     bits = {"codebook": 5, "latent": 2}
     return Encoded("factors", (4, 3, 4, 4), torch.float16, parts, bits, transposed_groups=2)
+
+
+def _one_step() -> dict[str, Encoded]:
+    """One scale a layer and wide codes: factors whose tile is a kernel, and packed codes of 16 bits."""
+    one = torch.full((1, 1), 2.0**-9)
+    kernel = {
+        "codebook": codes(9, 9, 8, salt=7),
+        "codebook_scale": one,
+        "latent": codes(9, 60, 9, salt=8),
+        "latent_scale": one.half(),
+    }
+    wide = {"codes": codes(1, 15, 16, salt=9), "scale": one}
+    bits = {"codebook": 8, "latent": 9}
+    return {
+        "kernel.weight": Encoded("factors", (12, 5, 3, 3), torch.float32, kernel, bits),
+        "wide.weight": Encoded("scalar", (1, 15), torch.float32, wide, {"codes": 16}),
+    }
 
 
 def _scalars() -> dict[str, Encoded]:
@@ -101,6 +126,15 @@ def _kept() -> dict[str, Encoded]:
     return {
         **kept,
         "rounded": Encoded("keep", (2,), torch.float32, rounded, note="bias, norm or other vector"),
+    }
+
+
+def _constants() -> dict[str, Encoded]:
+    """One value everywhere: a count, and a vector so long that filler is needed."""
+    count, floor = torch.tensor([7]), torch.tensor([-float("inf")]).half()
+    return {
+        "tracked": Encoded("constant", (), torch.int64, {"value": count}),
+        "floor": Encoded("constant", (70, 100), torch.float16, {"value": floor}, note="a mask"),
     }
 
 

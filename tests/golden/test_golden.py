@@ -26,12 +26,14 @@ def exact(encoded: Encoded) -> Tensor:
     """The weight by whole-number and fraction arithmetic, from the formulas W = CZ + mu and W = qs."""
     if encoded.kind == "keep":
         return encoded.parts["values"].to(encoded.dtype)
+    if encoded.kind == "constant":
+        return torch.full(encoded.shape, encoded.parts["value"].item(), dtype=encoded.dtype)
     parts = {
         name: [[Fraction(x) for x in row] for row in part.tolist()] for name, part in encoded.parts.items()
     }
     numel, groups = prod(encoded.shape), encoded.transposed_groups
     if encoded.kind == "scalar":
-        rows = zip(parts["codes"], parts["scale"], strict=True)
+        rows = zip(parts["codes"], _spread(parts["scale"], len(parts["codes"]), 1), strict=True)
         flat = [code * scale for row, (scale,) in rows for code in row]
     else:
         flat = _product(parts, ceil(numel / len(parts["codebook"])))[:numel]
@@ -42,16 +44,23 @@ def exact(encoded: Encoded) -> Tensor:
     return _input_first(values.tolist(), encoded.shape, groups).to(encoded.dtype)
 
 
+def _spread(scale: list[list[Fraction]], rows: int, columns: int) -> list[list[Fraction]]:
+    """A row, a column or one number as the matrix it stands for."""
+    wide = [row * (columns // len(row)) for row in scale]
+    return wide * (rows // len(wide))
+
+
 def _product(parts: dict[str, list[list[Fraction]]], tiles: int) -> list[Fraction]:
     """Tile after tile: entry i of tile j is sum_k C_ik s_k Z_kj t + mu_i."""
-    by_row = len(parts["latent_scale"][0]) == 1
+    rank = len(parts["latent"])
+    codebook_scale = _spread(parts["codebook_scale"], 1, rank)
+    latent_scale = _spread(parts["latent_scale"], rank, tiles)
     flat = []
     for tile in range(tiles):
         for i, codebook_row in enumerate(parts["codebook"]):
             total = parts["mean"][i][0] if "mean" in parts else Fraction(0)
             for k, code in enumerate(codebook_row):
-                scale = parts["latent_scale"][k if by_row else 0][0 if by_row else tile]
-                total += code * parts["codebook_scale"][0][k] * parts["latent"][k][tile] * scale
+                total += code * codebook_scale[0][k] * parts["latent"][k][tile] * latent_scale[k][tile]
             flat.append(total)
     return flat
 
@@ -102,10 +111,11 @@ def test_every_oddity_is_in_it():
     document = take_apart(GOLDEN.read_bytes()).document
     rows = document["tensors"]
     assert {part[0] for row in rows for part in row["parts"].values()} == {"raw", "packed", "ans"}
-    assert {row["kind"] for row in rows} == {"factors", "scalar", "keep"}
+    assert {row["kind"] for row in rows} == {"factors", "scalar", "keep", "constant"}
     assert any(row.get("filler_bytes") for row in rows)
     assert {row.get("transposed_groups", 0) for row in rows} == {0, 1, 2}
     assert any(row.get("extra_zeros") for row in rows)
+    assert {bits for row in rows for _, bits, *_ in row["parts"].values() if isinstance(bits, int)} >= {9, 16}
     latent = take_apart(GOLDEN.read_bytes()).part("conv.weight", "latent")
     assert latent[2] + 1 == 2, "the latent's rows share two models"
 

@@ -229,3 +229,12 @@ def test_numbers_are_codes_times_scales_in_at_least_fp32(scale_dtype: torch.dtyp
     values = from_codes(codes, scale)
     assert values.dtype == torch.promote_types(scale_dtype, torch.float32)
     assert_close(values, codes.double() * scale.double())
+
+
+@pytest.mark.parametrize("bits", range(9, uniform.MAX_STORED_BITS + 1))
+def test_wide_codes_are_int16_and_reach_both_ends(bits: int) -> None:
+    low, high = code_range(bits)
+    rows = torch.tensor([[0.0, low - 5.0, high + 5.0, 3.4]])
+    codes = to_codes(rows, torch.ones(1, 1), bits)
+    assert codes.dtype == torch.int16
+    assert codes.tolist() == [[0, low, high, 3]]

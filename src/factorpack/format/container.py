@@ -260,9 +260,9 @@ def _read_row(row: TensorRow, stream: bytes) -> Encoded:
 
 
 def _check_numbers(encoded: Encoded) -> None:
-    """Scales and means must be finite, and no scale negative; kept values may be anything."""
+    """Scales and means must be finite, and no scale negative; kept values and constants may be anything."""
     for name, part in encoded.parts.items():
-        if encoded.kind == "keep" or name in encoded.bits:
+        if encoded.kind in ("keep", "constant") or name in encoded.bits:
             continue
         if not bool(part.isfinite().all()):
             raise FormatError(f"part {name!r} holds NaN or infinity")

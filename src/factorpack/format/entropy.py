@@ -22,7 +22,7 @@ TOTAL = 1 << TOTAL_BITS
 MAX_GROUPS = 32
 _HEADER = struct.Struct("<bBB")  # lowest code, alphabet size - 1, groups - 1
 
-Codes = NDArray[np.int8]
+Codes = NDArray[np.signedinteger]
 Counts = NDArray[np.int64]
 
 

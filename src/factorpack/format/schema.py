@@ -16,6 +16,7 @@ from factorpack.decode import PartSpec, check
 from factorpack.errors import FormatError
 from factorpack.format.bitpack import packed_bytes
 from factorpack.format.streams import ANS, CODECS, PACKED, RAW, raw_size
+from factorpack.quantize.uniform import MAX_STORED_BITS, code_dtype
 from factorpack.record import DTYPES, dtype_name
 
 VERSION = 1
@@ -225,11 +226,11 @@ def _part(value: object) -> PartRow:
     codec, kind, shape, stored_bytes = value
     is_codes = isinstance(kind, int)
     bits = _integer(kind, "bits") if is_codes else 0
-    dtype = DTYPES["int8"] if is_codes else DTYPES[_dtype_name(kind)]
+    dtype = code_dtype(bits) if is_codes else DTYPES[_dtype_name(kind)]
     spec = PartSpec(_shape(shape), dtype, bits)
     part = PartRow(codec, spec, _integer(stored_bytes, "bytes"))
     count = math.prod(spec.shape)
-    if (codec == RAW) == is_codes or (is_codes and not 1 <= bits <= 8):
+    if (codec == RAW) == is_codes or (is_codes and not 1 <= bits <= MAX_STORED_BITS):
         raise FormatError(f"codec {codec!r} cannot hold {kind!r}")
     expected = {RAW: raw_size(spec), PACKED: packed_bytes(count, bits)}.get(codec, part.stored_bytes)
     if part.stored_bytes != expected or (codec == ANS and count == 0):

@@ -25,11 +25,11 @@ def encode_part(part: Tensor, bits: int) -> tuple[str, bytes]:
     codes = part.cpu().numpy()
     _check_range(codes, bits)
     fixed_bytes = packed_bytes(codes.size, bits)
-    coded = entropy.encode(codes)
-    if len(coded) < fixed_bytes:
+    coded = entropy.encode(codes) if bits <= 8 else None
+    if coded is not None and len(coded) < fixed_bytes:
         return ANS, coded
     low, _ = code_range(bits)
-    return PACKED, pack((codes.astype(np.int16) - low).astype(np.uint16).ravel(), bits)
+    return PACKED, pack((codes.astype(np.int32) - low).astype(np.uint16).ravel(), bits)
 
 
 def decode_part(codec: str, data: bytes, spec: PartSpec) -> Tensor:
@@ -39,11 +39,12 @@ def decode_part(codec: str, data: bytes, spec: PartSpec) -> Tensor:
     rows, columns = spec.shape
     if codec == PACKED:
         low, _ = code_range(spec.bits)
-        codes = (unpack(data, rows * columns, spec.bits).astype(np.int16) + low).astype(np.int8)
+        wide = unpack(data, rows * columns, spec.bits).astype(np.int32) + low
+        codes: entropy.Codes = wide.astype(np.int8 if spec.bits <= 8 else np.int16)
     else:
         codes = entropy.decode(data, rows, columns)
         _check_range(codes, spec.bits)
-    return torch.from_numpy(codes.reshape(rows, columns))
+    return torch.from_numpy(codes.reshape(rows, columns)).to(spec.dtype)
 
 
 def _check_range(codes: entropy.Codes, bits: int) -> None:

@@ -15,6 +15,9 @@ from factorpack.errors import PlanError
 
 Clip = Literal["mse", "minmax"]
 MIN_BITS, MAX_BITS = 2, 8
+"""What a method may be asked for."""
+MAX_STORED_BITS = 16
+"""What a file may hold: a step a layer makes codes as wide as the layer's largest number needs."""
 
 # The clip search first tries these fractions of the min-max scale, then these multiples of the best: at
 # two bits heavy-tailed rows settle near a tenth of it, at eight bits within a few percent of all of it.
@@ -34,6 +37,11 @@ def code_range(bits: int) -> tuple[int, int]:
     (-4, 3)
     """
     return -(1 << (bits - 1)), (1 << (bits - 1)) - 1
+
+
+def code_dtype(bits: int) -> torch.dtype:
+    """The type codes of a width are held in."""
+    return torch.int8 if bits <= 8 else torch.int16
 
 
 def fit_scale(rows: Tensor, bits: int, clip: Clip = "mse") -> Tensor:
@@ -77,8 +85,8 @@ def storable(scale: Tensor) -> Tensor:
 
 
 def to_codes(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Nearest codes, int8. A row whose scale is zero gets zeros."""
-    return _clamped(rows / _divisor(scale.to(rows.dtype)), bits).to(torch.int8)
+    """Nearest codes, int8 or, beyond 8 bits, int16. A row whose scale is zero gets zeros."""
+    return _clamped(rows / _divisor(scale.to(rows.dtype)), bits).to(code_dtype(bits))
 
 
 def _clamped(unit: Tensor, bits: int) -> Tensor:
