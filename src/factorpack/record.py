@@ -40,8 +40,8 @@ class Encoded:
     """One tensor of a model, in the form it is stored in.
 
     `parts` holds the arrays `decode.DECODERS[kind]` needs. A part with an entry in `bits` is a matrix of
-    signed integer codes of that width, [-2^(bits-1), 2^(bits-1) - 1], held as int8; any other part is
-    held in its own dtype.
+    signed integer codes of that width, [-2^(bits-1), 2^(bits-1) - 1], held as int8, or as int16 beyond 8
+    bits; any other part is held in its own dtype.
 
     >>> Encoded("keep", (2,), torch.float32, {"values": torch.tensor([1.0, 2.0])}).numel
     2
