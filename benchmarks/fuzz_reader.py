@@ -223,16 +223,31 @@ def forge_stream(pieces: Pieces, rng: random.Random) -> None:
 
 def forge_part(pieces: Pieces, rng: random.Random) -> None:
     """An entropy-coded part is damaged, and may change its length."""
+    tensor, name = _entropy_coded(pieces, rng)
+    damage = rng.choice((flip_bits, set_bytes, cut, drop_chunk, repeat_chunk, _grow))
+    data = pieces.part(tensor, name)
+    pieces.set_part(tensor, name, damage(data + b"\0", rng)[: None if damage is _grow else len(data) + 8])
+
+
+def forge_head(pieces: Pieces, rng: random.Random) -> None:
+    """A byte of an entropy-coded part's header or first tables becomes another."""
+    tensor, name = _entropy_coded(pieces, rng)
+    data = bytearray(pieces.part(tensor, name))
+    place = rng.randrange(min(len(data), 16))
+    near = (data[place] ^ 1 << rng.randrange(8), data[place] + 1 & 255, data[place] - 1 & 255)
+    data[place] = rng.choice((*near, rng.randrange(256)))
+    pieces.set_part(tensor, name, bytes(data))
+
+
+def _entropy_coded(pieces: Pieces, rng: random.Random) -> tuple[str, str]:
+    """Names of a tensor and of a part of it that is entropy coded."""
     parts = [
         (row["name"], name)
         for row in pieces.document["tensors"]
         for name, part in row["parts"].items()
         if part[0] == "ans"
     ]
-    tensor, name = rng.choice(parts)
-    damage = rng.choice((flip_bits, set_bytes, cut, drop_chunk, repeat_chunk, _grow))
-    data = pieces.part(tensor, name)
-    pieces.set_part(tensor, name, damage(data + b"\0", rng)[: None if damage is _grow else len(data) + 8])
+    return rng.choice(parts)
 
 
 def forge_codec(pieces: Pieces, rng: random.Random) -> None:
@@ -278,6 +293,7 @@ FORGERIES: dict[str, Callable[[Pieces, random.Random], None]] = {
     "forge a shape": forge_shape,
     "forge a stream": forge_stream,
     "forge a message": forge_part,
+    "forge a head": forge_head,
     "forge a codec": forge_codec,
 }
 

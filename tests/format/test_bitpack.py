@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from factorpack.errors import FormatError
 from factorpack.format.bitpack import pack, packed_bytes, unpack
-from tests.reference import unpack_bits
+from tests.format.reference import unpack_bits
 
 WIDTHS = range(1, 17)
 

@@ -159,9 +159,9 @@ def constant(shape: tuple[int, int]) -> Encoded:
     return Encoded("scalar", shape, torch.float32, parts, {"codes": 2})
 
 
-@pytest.mark.parametrize(("columns", "filler"), [(3584, 0), (3585, 1), (1 << 19, 1017)])
+@pytest.mark.parametrize(("columns", "filler"), [(4608, 0), (4609, 1), (1 << 19, 1015)])
 def test_a_large_tensor_of_zeros_is_filled_up(tmp_path: Path, columns: int, filler: int):
-    """Three bytes of codes and four of scales carry 7 * 1024 numbers."""
+    """Five bytes of codes and four of scales carry 9 * 1024 numbers."""
     encoded = constant((2, columns))
     write_packed(tmp_path / "file", {"zeros": encoded})
     reader = Reader(tmp_path / "file")

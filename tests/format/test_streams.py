@@ -10,9 +10,19 @@ from hypothesis.extra import numpy as hnp
 from factorpack.decode import PartSpec
 from factorpack.errors import FormatError
 from factorpack.format.bitpack import packed_bytes
-from factorpack.format.streams import ANS, PACKED, RAW, decode_part, encode_part, raw_bytes, raw_size
+from factorpack.format.streams import (
+    ANS,
+    PACKED,
+    RAW,
+    decode_part,
+    encode_part,
+    estimated_part_bytes,
+    raw_bytes,
+    raw_size,
+    split_of,
+)
 from factorpack.quantize.uniform import MAX_STORED_BITS, MIN_BITS, code_dtype, code_range
-from factorpack.record import DTYPES
+from factorpack.record import DTYPES, Encoded
 from tests.helpers import assert_same_tensor, raw
 
 BITS = range(MIN_BITS, MAX_STORED_BITS + 1)
@@ -39,6 +49,7 @@ def test_codes_come_back_and_never_outgrow_fixed_width(case: tuple[torch.Tensor,
     assert len(data) <= packed_bytes(codes.numel(), bits)
     assert_same_tensor(decode_part(codec, data, PartSpec(tuple(codes.shape), code_dtype(bits), bits)), codes)
     assert encode_part(codes.clone(), bits) == (codec, data)
+    assert abs(estimated_part_bytes(codes, bits) - len(data)) <= 16
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -53,7 +64,7 @@ def test_every_code_of_every_width(bits: int):
 
 def test_entropy_coding_is_chosen_where_it_is_shorter():
     codes = torch.zeros(50, 50, dtype=torch.int8)
-    assert encode_part(codes, 4) == (ANS, bytes([0, 0, 0]))
+    assert encode_part(codes, 4) == (ANS, bytes([8, 0, 0, 0, 0]))
 
 
 @pytest.mark.parametrize("bits", range(MIN_BITS, MAX_STORED_BITS))
@@ -93,6 +104,54 @@ def test_raw_values_of_lazy_conjugates_and_negatives():
     numbers = torch.tensor([1 + 2j, 3 - 4j])
     assert raw_bytes(numbers.conj()) == raw(torch.tensor([1 - 2j, 3 + 4j]))
     assert raw_bytes(numbers[:1].conj().imag) == raw(torch.tensor([-2.0]))
+
+
+def factors(shape: tuple[int, ...], tile: int, groups: int = 0) -> Encoded:
+    count = -(-int(np.prod(shape)) // tile)
+    parts = {"codebook": torch.zeros(tile, 2).char(), "latent": torch.zeros(2, count).char()}
+    return Encoded("factors", shape, torch.float32, parts, {"codebook": 4, "latent": 4}, groups)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile", "groups", "split"),
+    [
+        ((12, 5, 3, 3), 9, 0, 12),
+        ((12, 5, 3, 3), 45, 0, 12),
+        ((12, 5, 3, 3), 15, 0, 12),
+        ((12, 5, 3, 3), 16, 0, 0),  # tiles that cross filters
+        ((12, 5, 3, 3), 90, 0, 0),
+        ((1, 5, 3, 3), 9, 0, 0),  # one channel is no split
+        ((4, 3, 4, 4), 16, 2, 6),
+        ((4, 3, 4, 4), 32, 2, 6),
+        ((4, 3, 4, 4), 64, 2, 0),  # a filter has 32 numbers
+        ((40,), 1, 0, 40),
+    ],
+)
+def test_a_latent_splits_by_output_channel(shape: tuple[int, ...], tile: int, groups: int, split: int):
+    encoded = factors(shape, tile, groups)
+    assert split_of(encoded, "latent") == split
+    assert split_of(encoded, "codebook") == 0
+    assert split == 0 or encoded.parts["latent"].shape[1] % split == 0
+
+
+def test_other_kinds_do_not_split():
+    encoded = Encoded("scalar", (3, 4), torch.float32, {"codes": torch.zeros(3, 4).char()}, {"codes": 4})
+    assert split_of(encoded, "codes") == 0
+
+
+@given(coded(), st.data())
+def test_any_split_comes_back(case: tuple[torch.Tensor, int], data: st.DataObject):
+    codes, bits = case
+    columns = codes.shape[1]
+    split = data.draw(st.sampled_from([s for s in range(1, columns + 1) if columns % s == 0]))
+    codec, stream = encode_part(codes, bits, split)
+    spec = PartSpec(tuple(codes.shape), code_dtype(bits), bits)
+    assert_same_tensor(decode_part(codec, stream, spec), codes)
+    assert abs(estimated_part_bytes(codes, bits, split) - len(stream)) <= 16
+
+
+def test_what_is_no_code_is_estimated_exactly():
+    assert estimated_part_bytes(torch.zeros(3, 5, dtype=torch.float16), 0) == 30
 
 
 @pytest.mark.parametrize("length", [0, 7, 9])

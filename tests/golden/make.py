@@ -80,25 +80,40 @@ def _up() -> Encoded:
 
 
 def _one_step() -> dict[str, Encoded]:
-    """One scale a layer and wide codes: factors whose tile is a kernel, and packed codes of 16 bits."""
+    """One scale a layer and wide codes: factors whose tile is a kernel, and packed codes of 16 bits.
+
+    The latent's scale varies by output channel and by row, so that its split view and classes of both pay.
+    """
     one = torch.full((1, 1), 2.0**-9)
     kernel = {
         "codebook": codes(9, 9, 8, salt=7),
         "codebook_scale": one,
-        "latent": codes(9, 60, 9, salt=8),
+        "latent": _by_channel(9, 24, 16),
         "latent_scale": one.half(),
     }
     wide = {"codes": codes(1, 15, 16, salt=9), "scale": one}
     bits = {"codebook": 8, "latent": 9}
     return {
-        "kernel.weight": Encoded("factors", (12, 5, 3, 3), torch.float32, kernel, bits),
+        "kernel.weight": Encoded("factors", (24, 16, 3, 3), torch.float32, kernel, bits),
         "wide.weight": Encoded("scalar", (1, 15), torch.float32, wide, {"codes": 16}),
     }
 
 
+def _by_channel(rows: int, channels: int, each: int) -> Tensor:
+    """Codes from one to six bits wide, and one of nine."""
+
+    def code(row: int, column: int) -> int:
+        width = 1 << (column // each % 4 + row % 3)
+        return hashed(row * channels * each + column, salt=8) % width - width // 2
+
+    found = [[code(i, j) for j in range(channels * each)] for i in range(rows)]
+    found[0][0] = 200
+    return torch.tensor(found, dtype=torch.int16)
+
+
 def _scalars() -> dict[str, Encoded]:
     """Codes that pack, codes of a transposed convolution, and so many zeros that filler is needed."""
-    fc = {"codes": codes(6, 40, 4, salt=5), "scale": powers(6, 1, torch.float16)}
+    fc = {"codes": codes(11, 40, 4, salt=5)[::2], "scale": powers(6, 1, torch.float16)}
     up = {"codes": codes(2, 15, 8, salt=6), "scale": powers(2, 1, torch.float32)}
     zeros = {"codes": torch.zeros(2, 6000, dtype=torch.int8), "scale": torch.zeros(2, 1).half()}
     return {

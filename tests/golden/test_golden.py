@@ -14,10 +14,10 @@ from factorpack.decode import decode
 from factorpack.format.container import Reader
 from factorpack.model import load
 from factorpack.record import DTYPES, Encoded
+from tests.format.reference import read_packed
 from tests.golden.make import ALIASES, GOLDEN, tensors, write
 from tests.helpers import assert_same_encoded, assert_same_tensor, raw
 from tests.pieces import compact, take_apart
-from tests.reference import read_packed
 
 TENSORS = tensors()
 
@@ -116,8 +116,17 @@ def test_every_oddity_is_in_it():
     assert {row.get("transposed_groups", 0) for row in rows} == {0, 1, 2}
     assert any(row.get("extra_zeros") for row in rows)
     assert {bits for row in rows for _, bits, *_ in row["parts"].values() if isinstance(bits, int)} >= {9, 16}
-    latent = take_apart(GOLDEN.read_bytes()).part("conv.weight", "latent")
-    assert latent[2] + 1 == 2, "the latent's rows share two models"
+
+
+def test_every_oddity_of_the_entropy_coder_is_in_it():
+    pieces = take_apart(GOLDEN.read_bytes())
+    rows_alone = pieces.part("conv.weight", "latent")
+    assert (rows_alone[0] >> 5, rows_alone[3] > 0, rows_alone[4]) == (0, True, 0)
+    both = pieces.part("kernel.weight", "latent")
+    assert both[0] >> 5 == 3, "wide and split"
+    assert int.from_bytes(both[7:11], "little") == 24
+    assert both[5] > 0
+    assert both[6] > 0
 
 
 def test_an_independent_reader_agrees():

@@ -71,16 +71,16 @@ def renamed(tensor: str, name: object) -> Tamper:
 
 
 def bomb(pieces: Pieces) -> None:
-    """A codebook of 2^23 x 4096 equal codes, which entropy coding makes three bytes of."""
+    """A codebook of 2^23 x 4096 equal codes, which entropy coding makes five bytes of."""
     rank, tile = 4096, 1 << 23
     parts = {
-        "codebook": ["ans", 4, [tile, rank], 3],
+        "codebook": ["ans", 4, [tile, rank], 5],
         "codebook_scale": ["raw", "float16", [1, rank], 2 * rank],
-        "latent": ["ans", 4, [rank, 1], 3],
+        "latent": ["ans", 4, [rank, 1], 5],
         "latent_scale": ["raw", "float16", [1, 1], 2],
     }
     pieces.row("conv.weight").update(shape=[tile], parts=parts, extra_zeros=0)
-    pieces.streams["conv.weight"] = bytes(8 + 2 * rank)
+    pieces.streams["conv.weight"] = bytes(12 + 2 * rank)
 
 
 Cases = dict[str, tuple[Tamper, str | None, str]]
@@ -127,7 +127,7 @@ SIZES: Cases = {
         "zeros",
         "claims 12289 numbers in 12 bytes",
     ),
-    "a codebook bomb": (bomb, "conv.weight", "claims 34359738368 numbers in 8200 bytes"),
+    "a codebook bomb": (bomb, "conv.weight", "claims 34359738368 numbers in 8204 bytes"),
     "more than 2^48": (
         field("odd", "shape", [1 << 25, 1 << 25]),
         "odd",
@@ -164,13 +164,13 @@ SIZES: Cases = {
     ),
     "negative bytes": (part("odd", "values", (BYTES, -1)), "odd", "bytes is -1"),
     "filler too large for its entry": (
-        field("zeros", "filler_bytes", 6),
+        field("zeros", "filler_bytes", 4),
         "factorpack.small",
         "the schema expects",
     ),
     "filler too small for its entry": (
         both(
-            field("zeros", "filler_bytes", 4),
+            field("zeros", "filler_bytes", 2),
             field("zeros", "shape", [2, 5000]),
             part("zeros", "codes", (SHAPE, [2, 5000])),
         ),
@@ -287,7 +287,7 @@ PARTS: Cases = {
     "no entropy-coded numbers": (
         part("zeros", "codes", (SHAPE, [0, 6000])),
         "zeros",
-        "3 bytes for a 'ans' part of shape (0, 6000)",
+        "5 bytes for a 'ans' part of shape (0, 6000)",
     ),
     "rank above tile": (
         part("up.weight", "codebook", (SHAPE, [3, 8])),

@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 
 from factorpack.errors import FormatError
-from factorpack.format import entropy
-from factorpack.format.bitpack import pack
+from factorpack.format import entropy, tables
 from factorpack.format.container import Reader
 from tests.golden.make import GOLDEN
 from tests.helpers import little_memory
 from tests.pieces import Pieces, take_apart
 
 BLOB = GOLDEN.read_bytes()
-LATENT = take_apart(BLOB).part("conv.weight", "latent")  # (8, 34), 3 bits, two models of eight codes
-TABLE = 3 + 1 + 23  # header, a bit a row, 2 * 7 frequencies of 13 bits
+LATENT = take_apart(BLOB).part("conv.weight", "latent")  # (8, 34), 3 bits
+HEADER = 5
+CLASSES = LATENT[3] + 1  # of rows; the columns have one
+OWN_TABLES, TAKEN = tables.read_tables(LATENT[HEADER:], [CLASSES, 1], CLASSES, 8, LATENT[0])
+TABLE = HEADER + TAKEN
 MESSAGE = LATENT[TABLE:]
 Change = Callable[[bytes], bytes]
 
@@ -37,60 +39,94 @@ def constant(data: bytes) -> Change:
     return lambda _: data
 
 
-def message_of(symbols: list[int]) -> bytes:
-    """A message for the model of one symbol, in which a second one has 2^-24 of the range."""
-    coder = constriction.stream.stack.AnsCoder()
-    coder.encode_reverse(np.array(symbols, np.int32), entropy._model(np.array([entropy.TOTAL])))
-    return coder.get_compressed().astype("<u4").tobytes()
-
-
 def coded(high: int) -> bytes:
     """Codes that are valid but for the width the schema declares."""
-    return entropy.encode(np.where(np.arange(8 * 34).reshape(8, 34) == 5, high, 0).astype(np.int8))
+    return entropy.encode(np.where(np.arange(8 * 34).reshape(8, 34) == 5, high, 0).astype(np.int16))
 
 
-def groups(count: int, index: list[int]) -> bytes:
-    """Models whose first of two codes has all the weight, with an empty message: every code is zero."""
-    width = (count - 1).bit_length()
-    return (
-        bytes([0, 1, count - 1])
-        + pack(np.array(index, np.uint16), width)
-        + pack(np.zeros(count, np.uint16), 13)
-    )
+def stream(
+    models: list[list[int]], flags: int = 8, low: int = 0, rows: int = 1, columns: int = 1, split: bytes = b""
+) -> bytes:
+    """A header and tables; with no message every symbol is the first of its table that has any weight."""
+    even = [tables.normalized(np.ones((1, each), np.int64), 8) for each in (rows, columns)]
+    whole = np.array(models)
+    head = struct.pack("<BbBBB", flags, low, whole.shape[1] - 1, rows - 1, columns - 1)
+    return head + split + tables.write_tables(even, whole, 8)
 
 
-def frequencies(*values: int) -> bytes:
-    return bytes([0, len(values), 0]) + pack(np.array(values, np.uint16), 13)
+def bits(text: str) -> bytes:
+    """Bits as they are read, the lowest of the first byte first."""
+    return np.packbits([int(bit) for bit in text.replace(" ", "")], bitorder="little").tobytes()
 
+
+ONE = [[256, 0, 0, 0, 0, 0, 0, 0]]
+HEAD = bytes([8, 0, 3, 0, 0])  # T = 256, codes 0 to 3, one class of each
+SIZES = bytes([3])  # the only model has four symbols
 
 LATENTS: dict[str, tuple[Change, str]] = {
     "nothing": (constant(b""), "an entropy-coded stream of 0 bytes has no header"),
     "half a header": (constant(LATENT[:2]), "an entropy-coded stream of 2 bytes has no header"),
-    "a header alone": (constant(LATENT[:3]), "an entropy-coded stream of 3 bytes is cut short"),
+    "a wide header cut": (constant(bytes([8 | 32, 0, 0, 0, 0, 0])), "of 6 bytes has no header"),
+    "a split header cut": (constant(bytes([8 | 64, 0, 0, 0, 0, 2, 0])), "of 7 bytes has no header"),
+    "a header alone": (constant(LATENT[:5]), f"0 bytes cannot hold the sizes of {CLASSES} tables"),
     "half a word": (constant(LATENT[:-2]), "is cut short"),
     "a word less": (constant(LATENT[:-4]), "longer than its codes"),
     "a word more": (constant(LATENT + b"\1\0\0\0"), "longer than its codes"),
     "a zero word more": (constant(LATENT + bytes(4)), "ends in a zero word"),
     "a word more in front": (constant(LATENT[:TABLE] + b"\1\0\0\0" + MESSAGE), "longer than its codes"),
-    "256 models": (patched(2, b"\xff"), "256 models for codes -4 to 3"),
-    "33 models": (patched(2, bytes([32])), "33 models for codes -4 to 3"),
-    "codes beyond int8": (patched(0, b"\x79"), "2 models for codes 121 to 128"),
-    "a model that is not there": (constant(groups(3, [0, 1, 2, 3, 0, 0, 0, 0])), "a row uses model 3 of 3"),
-    "frequencies of 4097": (constant(frequencies(4096, 1)), "exceed 4096"),
-    "frequencies of 8191": (constant(frequencies(8191)), "exceed 4096"),
-    "bits behind the models": (
-        constant(bytes([0, 1, 2]) + b"\x00\x00" + bytes(4) + b"\x80"),
-        "bits are set after the last value",
+    "an unknown flag": (patched(0, b"\x88"), "flags are 136"),
+    "a total of 2^7": (patched(0, b"\x07"), "with a total of 2^7"),
+    "a total of 2^17": (patched(0, b"\x11"), "with a total of 2^17"),
+    "a total of 2^31": (patched(0, b"\x1f"), "with a total of 2^31"),
+    "33 classes of rows": (patched(3, bytes([32])), "33 and 1 classes for codes -4 to 3"),
+    "256 classes of columns": (patched(4, b"\xff"), "and 256 classes for codes -4 to 3"),
+    "codes beyond int8": (patched(1, b"\x79"), "for codes 121 to 128"),
+    "codes beyond int16": (
+        constant(struct.pack("<BhHBB", 8 | 32, 32767, 1, 0, 0) + bytes(9)),
+        "for codes 32767 to 32768",
+    ),
+    "a split of nothing": (constant(stream(ONE, 8 | 64, split=bytes(4))), "and 0 parts"),
+    "a split that does not divide": (
+        constant(stream(ONE, 8 | 64, split=struct.pack("<I", 3))),
+        "34 columns cannot be split into 3 parts",
+    ),
+    "a split beyond the columns": (
+        constant(stream(ONE, 8 | 64, split=b"\xff\xff\xff\xff")),
+        "34 columns cannot be split into 4294967295 parts",
+    ),
+    "a table beyond the alphabet": (
+        constant(bytes([8, 0, 4, 0, 0, 7])),
+        "a table of 8 symbols, the alphabet has 5",
+    ),
+    "bits behind the sizes": (constant(bytes([8, 0, 3, 0, 0, 4])), "bits are set after the last value"),
+    "more frequencies than bits": (
+        constant(struct.pack("<BhHBB", 16 | 32, -32768, 65535, 0, 0) + b"\xff\xff" + b"\xff" * 100),
+        "100 bytes cannot hold 65535 frequencies",
+    ),
+    "lengths cut short": (constant(HEAD + SIZES + bits("1 00")), "tables of an entropy coder are cut short"),
+    "mantissas cut short": (constant(HEAD + SIZES + bits("1 1 1 00000")), "coder are cut short"),
+    "a length above the total's": (
+        constant(HEAD + SIZES + bits("00000000 1 1 1") + bytes(9)),
+        "a frequency of 10 to 10 bits, allowed are 0 to 9",
+    ),
+    "a length below zero": (
+        constant(HEAD + SIZES + bits("0" * 13 + "1 1 1") + bytes(9)),
+        "a frequency of -1 to -1 bits, allowed are 0 to 9",
+    ),
+    "frequencies above the total": (
+        constant(HEAD + SIZES + bits("0000 1 1 1") + bytes(9)),  # 128 and so on
+        "the frequencies of an entropy model exceed 256",
+    ),
+    "bits behind the tables": (
+        constant(HEAD + bytes([1]) + bits("0" * 11 + "1 1")),
+        "bits are set after the last frequency",
     ),
     "codes too high for 3 bits": (constant(coded(4)), "codes 0 to 4 do not fit 3 bits"),
     "codes too low for 3 bits": (constant(coded(-5)), "codes -5 to 0 do not fit 3 bits"),
-    "a code the model lacks": (
-        constant(bytes([0, 0, 0]) + message_of([0] * 271 + [1])),
-        "holds a code that its model lacks",
-    ),
-    "a code the model lacks, beyond int8": (
-        constant(bytes([127, 0, 0]) + message_of([1] * 272)),
-        "holds a code that its model lacks",
+    "wide codes in 3 bits": (constant(coded(-32768)), "codes -32768 to 0 do not fit 3 bits"),
+    "a message for one symbol": (
+        constant(bytes([8, 0, 0, 0, 0]) + b"\1\0\0\0"),
+        "longer than its codes",
     ),
 }
 
@@ -113,39 +149,57 @@ def test_hostile_messages(tmp_path: Path, change: Change, message: str):
     assert message in found
 
 
-def message_for(codes: np.ndarray) -> bytes:
-    """The message the golden latent's own models give to codes."""
-    index = np.array([LATENT[3] >> row & 1 for row in range(8)])
+def message_for(codes: np.ndarray, other: bytes = MESSAGE) -> bytes:
+    """The message the golden latent's own tables give to codes, and to the classes at a message's head."""
+    classes = entropy._pop(entropy._coder(other), 8, OWN_TABLES[0])
+    order = entropy._order(-4, 8).tolist()
+    symbols = np.array([[order.index(code) for code in row] for row in codes.tolist()])
     coder = constriction.stream.stack.AnsCoder()
-    for group, frequency in reversed(list(enumerate(entropy._read_tables(LATENT[4:TABLE], 2, 8)))):
-        coder.encode_reverse(codes[index == group].astype(np.int32).ravel() + 4, entropy._model(frequency))
+    for number in reversed(range(CLASSES)):
+        entropy._push(coder, symbols[classes == number].ravel(), OWN_TABLES[2 + number])
+    entropy._push(coder, classes, OWN_TABLES[0])
     return coder.get_compressed().astype("<u4").tobytes()
 
 
 def test_every_flipped_bit_of_a_message_is_found_or_says_something_else():
     """Under a checksum made right: the decoder must end where the encoder began, so a message that is
-    not refused is, bit for bit, the one message of other codes."""
+    not refused is, bit for bit, the one message of other classes and codes."""
     assert message_for(entropy.decode(LATENT, 8, 34)) == MESSAGE
-    others = []
+    refused = 0
     for position in range(8 * len(MESSAGE)):
         flipped = bytearray(LATENT)
         flipped[TABLE + position // 8] ^= 1 << position % 8
         try:
             codes = entropy.decode(bytes(flipped), 8, 34)
         except FormatError:
+            refused += 1
             continue
-        others.append(position)
-        assert message_for(codes) == flipped[TABLE:]
-    assert others == [24, 155, 283]
+        assert message_for(codes, bytes(flipped[TABLE:])) == flipped[TABLE:]
+    assert refused > 0.9 * 8 * len(MESSAGE)
 
 
-def test_many_models_can_be_read(tmp_path: Path):
-    """The cases above start from this, which is valid."""
+def test_what_the_cases_start_from_can_be_read(tmp_path: Path):
+    for data in (
+        stream(ONE),
+        stream(ONE, 8 | 64, split=struct.pack("<I", 34)),
+        stream(ONE * 5, rows=3, columns=3),
+        HEAD + SIZES + bits("0" * 11 + "1 1 1"),
+    ):
+        pieces = take_apart(BLOB)
+        pieces.set_part("conv.weight", "latent", data)
+        pieces.sign()
+        (tmp_path / "file").write_bytes(pieces.build())
+        assert not Reader(tmp_path / "file")["conv.weight"].parts["latent"].any()
+
+
+def test_wide_codes_beyond_their_bits(tmp_path: Path):
+    """The latent of nine bits, one of whose codes is 200, as one of ten bits is fine; 2^8 is not."""
     pieces = take_apart(BLOB)
-    pieces.set_part("conv.weight", "latent", groups(3, [0, 1, 2, 2, 0, 0, 0, 0]))
-    pieces.sign()
-    (tmp_path / "file").write_bytes(pieces.build())
-    assert not Reader(tmp_path / "file")["conv.weight"].parts["latent"].any()
+    codes = Reader(GOLDEN)["kernel.weight"].parts["latent"].numpy().copy()
+    codes[3, 4] = 256
+    pieces.set_part("kernel.weight", "latent", entropy.encode(codes, 24))
+    message = "tensor 'kernel.weight': part 'latent': codes -16 to 256 do not fit 9 bits"
+    assert refused(tmp_path, pieces) == message
 
 
 VALUES: dict[str, tuple[str, str, Change, str]] = {
@@ -204,21 +258,21 @@ def test_bits_behind_packed_codes(tmp_path: Path):
     assert refused(tmp_path, pieces) == "tensor 'fc.weight': part 'codes': bits are set after the last value"
 
 
-@pytest.mark.parametrize("position", range(5))
+@pytest.mark.parametrize("position", range(3))
 def test_filler_that_is_not_zero(tmp_path: Path, position: int):
     pieces = take_apart(BLOB)
-    assert pieces.row("zeros")["filler_bytes"] == 5
+    assert pieces.row("zeros")["filler_bytes"] == 3
     stream = pieces.streams["zeros"]
-    pieces.streams["zeros"] = patched(len(stream) - 5 + position, b"\1")(stream)
+    pieces.streams["zeros"] = patched(len(stream) - 3 + position, b"\1")(stream)
     assert refused(tmp_path, pieces) == "tensor 'zeros': the filler is not zero"
 
 
 def test_a_small_file_cannot_ask_for_much(tmp_path: Path):
     """The most a stream may claim, 1024 numbers a byte: a megabyte of codes from a kilobyte, and no more."""
     pieces = take_apart(BLOB)
-    pieces.row("zeros").update(shape=[2, 1 << 19], filler_bytes=1024 - 7)
+    pieces.row("zeros").update(shape=[2, 1 << 19], filler_bytes=1024 - 9)
     pieces.row("zeros")["parts"]["codes"][2] = [2, 1 << 19]
-    pieces.streams["zeros"] = pieces.streams["zeros"][:7] + bytes(1017)
+    pieces.streams["zeros"] = pieces.streams["zeros"][:9] + bytes(1015)
     pieces.sign()
     (tmp_path / "file").write_bytes(pieces.build())
     with little_memory(32 << 20):

@@ -22,7 +22,7 @@ from factorpack.errors import FormatError, SourceError
 from factorpack.format import schema as schemas
 from factorpack.format.atomic import atomic_write
 from factorpack.format.schema import RESERVED, SMALL, PartRow, Schema, TensorRow
-from factorpack.format.streams import decode_part, encode_part, raw_bytes
+from factorpack.format.streams import decode_part, encode_part, raw_bytes, split_of
 from factorpack.record import DTYPES, Encoded, dtype_name
 
 METADATA_KEY = "factorpack"
@@ -211,7 +211,7 @@ def _make_row(name: str, encoded: Encoded) -> tuple[TensorRow, bytes]:
     streams: list[bytes] = []
     parts: dict[str, PartRow] = {}
     for part_name, spec in specs(encoded).items():
-        codec, data = encode_part(encoded.parts[part_name], spec.bits)
+        codec, data = encode_part(encoded.parts[part_name], spec.bits, split_of(encoded, part_name))
         parts[part_name] = PartRow(codec, spec, len(data))
         streams.append(data)
     numel = schemas.largest_numel(encoded.shape, specs(encoded).values())

@@ -1,196 +1,265 @@
-"""Codes <-> bytes by asymmetric numeral systems, with a fitted model for each group of rows.
+"""Codes <-> bytes by asymmetric numeral systems, with a fitted model for each class of rows and columns.
 
-Rows of a latent have distributions of different widths. Rows that look alike share one model: the
-number of groups is the one that makes model plus message shortest. docs/format.md gives the layout.
+The class of an entry is its row's plus its column's. Whether classes pay, and of what, is tried: the
+shortest stream is the one written. docs/format.md gives the layout.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import constriction
 import numpy as np
 from numpy.typing import NDArray
 
 from factorpack.errors import FormatError
-from factorpack.format.bitpack import pack, packed_bytes, unpack
+from factorpack.format import tables
+from factorpack.format.classes import MAX_CLASSES, Classing, Symbols, class_counts, fit_classes, one_class
+from factorpack.format.tables import MAX_TOTAL_BITS, MIN_TOTAL_BITS, Counts
 
-TOTAL_BITS = 12
-TOTAL = 1 << TOTAL_BITS
-"""Frequencies of a model sum to this."""
-MAX_GROUPS = 32
-_HEADER = struct.Struct("<bBB")  # lowest code, alphabet size - 1, groups - 1
+_NARROW, _WIDE, _SPLIT = struct.Struct("<BbBBB"), struct.Struct("<BhHBB"), struct.Struct("<I")
+_WIDE_FLAG, _SPLIT_FLAG, _TOTAL_MASK = 32, 64, 31
+_FEW_CODES = 128
+"""Too few for classes to pay."""
+_MANY_CODES = 1 << 20
+"""Enough for classes of half the width to pay."""
+_TOTALS = (8, 10, 12, 14, 16)
 
 Codes = NDArray[np.signedinteger]
-Counts = NDArray[np.int64]
+Coder = Any
+"""constriction's AnsCoder, which has no types."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Grouping:
-    """Which model each row uses, (r,), and the models' frequencies, (g, symbols)."""
+class _Header:
+    """Everything before the tables."""
 
-    group_of: NDArray[np.int64]
-    frequencies: Counts
+    total_bits: int
+    low: int
+    symbols: int
+    row_classes: int
+    column_classes: int
+    split: int
 
 
-def encode(codes: Codes) -> bytes:
-    """Entropy codes a matrix of at least one code, (r, n)."""
-    low = int(codes.min())
-    symbols = codes.astype(np.int32) - low
-    alphabet = int(symbols.max()) + 1
-    grouping = _best_grouping(_histograms(symbols, alphabet))
-    groups = len(grouping.frequencies)
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """One way to write a matrix: its view, the classes, and counts of row classes, column classes and codes."""
+
+    split: int
+    classing: Classing
+    counts: list[Counts]
+
+    def tables(self, total_bits: int) -> list[Counts]:
+        return [tables.normalized(counts, total_bits) for counts in self.counts]
+
+    def bits(self, total_bits: int) -> float:
+        """Bits of tables and message."""
+        whole = self.tables(total_bits)
+        pairs = zip(self.counts, whole, strict=True)
+        message = sum(tables.message_bits(counts, each, total_bits) for counts, each in pairs)
+        models, symbols = whole[2].shape
+        written = sum(tables.table_bits(each, total_bits) for each in whole)
+        return float(message + written + models * tables.size_bits(symbols))
+
+    def fits(self, total_bits: int) -> bool:
+        return all(int((counts > 0).sum(1).max()) <= 1 << total_bits for counts in self.counts)
+
+
+def encode(codes: Codes, split: int = 0) -> bytes:
+    """Entropy codes a matrix of at least one code, (r, n); `split` is the number of rows of another view."""
+    low, order, symbols = _numbered(codes)
+    plan, total_bits, _ = _best(symbols, len(order), split)
+    classing, whole = plan.classing, plan.tables(total_bits)
+    ordered = _viewed(symbols, plan.split)[np.argsort(classing.rows, kind="stable")]
+    ordered = ordered[:, np.argsort(classing.columns, kind="stable")]
     coder = constriction.stream.stack.AnsCoder()
-    for group in reversed(range(groups)):
-        model = _model(grouping.frequencies[group])
-        coder.encode_reverse(symbols[grouping.group_of == group].ravel(), model)
-    width = _index_width(groups)
-    return b"".join(
-        [
-            _HEADER.pack(low, alphabet - 1, groups - 1),
-            pack(grouping.group_of.astype(np.uint16), width) if width else b"",
-            pack(grouping.frequencies[:, 1:].astype(np.uint16).ravel(), TOTAL_BITS + 1),
-            coder.get_compressed().astype("<u4").tobytes(),
-        ]
-    )
+    for places, frequencies in reversed(list(zip(_blocks(classing, classing.models), whole[2], strict=True))):
+        _push(coder, np.concatenate([ordered[place].ravel() for place in places]), frequencies)
+    _push(coder, classing.columns, whole[1][0])
+    _push(coder, classing.rows, whole[0][0])
+    header = _Header(total_bits, low, len(order), whole[0].size, whole[1].size, plan.split)
+    words: NDArray[np.uint32] = coder.get_compressed()
+    written = tables.write_tables(whole[:2], whole[2], total_bits)
+    return _write_header(header) + written + words.astype("<u4").tobytes()
+
+
+def estimated_bytes(codes: Codes, split: int = 0) -> int:
+    """Length of `encode`'s stream, within 16 bytes, without coding anything."""
+    low, order, symbols = _numbered(codes)
+    plan, total_bits, bits = _best(symbols, len(order), split)
+    header = _Header(total_bits, low, len(order), 1, 1, plan.split)
+    return len(_write_header(header)) + int(bits) // 8 + 4  # half a word is lost at the end, on average
 
 
 def decode(data: bytes, rows: int, columns: int) -> Codes:
     """The inverse of `encode`."""
-    if len(data) < _HEADER.size:
-        raise FormatError(f"an entropy-coded stream of {len(data)} bytes has no header")
-    low, alphabet, groups = _HEADER.unpack_from(data)
-    alphabet, groups = alphabet + 1, groups + 1
-    if groups > MAX_GROUPS or low + alphabet > 128:
-        raise FormatError(f"{groups} models for codes {low} to {low + alphabet - 1}")
-    width = _index_width(groups)
-    index_end = _HEADER.size + packed_bytes(rows, width)
-    table_end = index_end + packed_bytes(groups * (alphabet - 1), TOTAL_BITS + 1)
-    if len(data) < table_end or (len(data) - table_end) % 4:
-        raise FormatError(f"an entropy-coded stream of {len(data)} bytes is cut short")
-    index = unpack(data[_HEADER.size : index_end], rows, width) if width else np.zeros(rows, np.uint16)
-    frequencies = _read_tables(data[index_end:table_end], groups, alphabet)
-    if index.size and int(index.max()) >= groups:
-        raise FormatError(f"a row uses model {int(index.max())} of {groups}")
-    words = np.frombuffer(data, "<u4", offset=table_end).astype(np.uint32)
-    return _decode_words(words, index, frequencies, low, columns)
-
-
-def _decode_words(
-    words: NDArray[np.uint32], index: NDArray[np.uint16], frequencies: Counts, low: int, columns: int
-) -> Codes:
-    try:
-        coder = constriction.stream.stack.AnsCoder(words)
-    except ValueError as error:
-        raise FormatError("an entropy-coded message ends in a zero word") from error
-    codes = np.empty((len(index), columns), np.int8)
-    for group, frequency in enumerate(frequencies):
-        rows = np.flatnonzero(index == group)
-        symbols = coder.decode(_model(frequency), len(rows) * columns)
-        if len(frequency) == 1 and symbols.any():
-            raise FormatError("an entropy-coded message holds a code that its model lacks")
-        codes[rows] = (symbols + low).astype(np.int8).reshape(len(rows), columns)
+    header, start = _read_header(data)
+    if header.split and columns % header.split:
+        raise FormatError(f"{columns} columns cannot be split into {header.split} parts")
+    classes = (header.row_classes, header.column_classes)
+    (of_rows, of_columns, *models), taken = tables.read_tables(
+        data[start:], classes, sum(classes) - 1, header.symbols, header.total_bits
+    )
+    coder = _coder(data[start + taken :])
+    height = header.split or rows
+    classing = Classing(_pop(coder, height, of_rows), _pop(coder, rows * columns // height, of_columns))
+    symbols = _pop_matrix(coder, classing, models, _held(header.symbols))
     if not coder.is_empty():
         raise FormatError("an entropy-coded message is longer than its codes")
-    return codes
+    return _order(header.low, header.symbols)[_unviewed(symbols, header.split, rows)]
 
 
-def _read_tables(data: bytes, groups: int, alphabet: int) -> Counts:
-    tail = unpack(data, groups * (alphabet - 1), TOTAL_BITS + 1).reshape(groups, alphabet - 1)
-    first = TOTAL - tail.astype(np.int64).sum(1, keepdims=True)
-    if (first < 0).any():
-        raise FormatError(f"the frequencies of an entropy model exceed {TOTAL}")
-    return np.concatenate([first, tail], axis=1)
+def _coder(data: bytes) -> Coder:
+    if len(data) % 4:
+        raise FormatError(f"an entropy-coded message of {len(data)} bytes is cut short")
+    try:
+        return constriction.stream.stack.AnsCoder(np.frombuffer(data, "<u4").astype(np.uint32))
+    except ValueError as error:
+        raise FormatError("an entropy-coded message ends in a zero word") from error
 
 
-def _model(frequencies: Counts) -> object:
-    """constriction's categorical model: symbol i starts at floor(F_i (2^24 - m) / 2^12) + i of 2^24.
-
-    F_i is the sum of the frequencies before symbol i, m the alphabet's size. All of it is exact in
-    float64, so the model is the same on every machine.
-    """
-    if len(frequencies) == 1:  # constriction wants two symbols; the second gets 2^-24 of the range
-        frequencies = np.array([TOTAL, 0])
-    return constriction.stream.model.Categorical(frequencies.astype(np.float64), perfect=False)
-
-
-def _index_width(groups: int) -> int:
-    return int(groups - 1).bit_length()
-
-
-def _histograms(symbols: NDArray[np.int32], alphabet: int) -> Counts:
-    rows = symbols.shape[0]
-    flat = symbols + (np.arange(rows, dtype=np.int64) * alphabet)[:, None]
-    return np.bincount(flat.ravel(), minlength=rows * alphabet).reshape(rows, alphabet)
+def _pop_matrix(
+    coder: Coder, classing: Classing, models: list[Counts], held: type[np.uint8] | type[np.uint16]
+) -> Symbols:
+    """Block after block, model by model; then rows and columns go back to their places."""
+    ordered: Symbols = np.empty((len(classing.rows), len(classing.columns)), held)
+    for places, frequencies in zip(_blocks(classing, len(models)), models, strict=True):
+        counts = [ordered[place].size for place in places]
+        found, at = _pop(coder, sum(counts), frequencies), 0
+        for place, count in zip(places, counts, strict=True):
+            ordered[place] = found[at : at + count].reshape(ordered[place].shape)
+            at += count
+    by_row, symbols = np.empty_like(ordered), np.empty_like(ordered)
+    by_row[:, np.argsort(classing.columns, kind="stable")] = ordered
+    symbols[np.argsort(classing.rows, kind="stable")] = by_row
+    return symbols
 
 
-def _best_grouping(histograms: Counts) -> _Grouping:
-    """Doubles the number of groups for as long as the whole stream gets shorter."""
-    best, groups = _group(histograms, 1), 2
-    best_bits = _stream_bits(histograms, best)
-    while groups <= min(MAX_GROUPS, len(histograms)):
-        grouping = _group(histograms, groups)
-        bits = _stream_bits(histograms, grouping)
-        if bits >= best_bits:
-            break
-        best, best_bits, groups = grouping, bits, groups * 2
-    return best
+def _blocks(classing: Classing, models: int) -> list[list[tuple[slice, slice]]]:
+    """For each model, where its codes lie once rows and columns are sorted by class, row classes ascending."""
+    tops = np.cumsum(np.bincount(classing.rows, minlength=1)).tolist()
+    lefts = np.cumsum(np.bincount(classing.columns, minlength=1)).tolist()
+    places: list[list[tuple[slice, slice]]] = [[] for _ in range(models)]
+    for row, (top, bottom) in enumerate(pairwise([0, *tops])):
+        for column, (left, right) in enumerate(pairwise([0, *lefts])):
+            places[row + column].append((slice(top, bottom), slice(left, right)))
+    return places
 
 
-def _stream_bits(histograms: Counts, grouping: _Grouping) -> float:
-    return _message_bits(histograms, grouping) + _side_bits(histograms, len(grouping.frequencies))
+def _push(coder: Coder, symbols: NDArray[np.integer], frequencies: Counts) -> None:
+    """Puts symbols before all that the message already holds."""
+    size = int(tables.used(frequencies[None])[0])
+    if size > 1 and symbols.size:
+        coder.encode_reverse(symbols.astype(np.int32), tables.model(frequencies[:size]))
 
 
-def _side_bits(histograms: Counts, groups: int) -> int:
-    rows, alphabet = histograms.shape
-    return int(rows) * _index_width(groups) + groups * (int(alphabet) - 1) * (TOTAL_BITS + 1)
+def _pop(coder: Coder, count: int, frequencies: Counts) -> NDArray[np.int32]:
+    """The next symbols of a message; a table of one symbol codes them to nothing."""
+    if len(frequencies) == 1 or count == 0:
+        return np.zeros(count, np.int32)
+    found: NDArray[np.int32] = coder.decode(tables.model(frequencies), count)
+    return found
 
 
-def _message_bits(histograms: Counts, grouping: _Grouping) -> float:
-    lengths = _code_lengths(grouping.frequencies)
-    return float((histograms * lengths[grouping.group_of]).sum())
+def _best(symbols: Symbols, size: int, split: int) -> tuple[_Plan, int, float]:
+    """The shortest plan found, its total, and its bits without the header."""
+    choices = [
+        (plan.bits(total_bits), number, total_bits, plan)
+        for number, plan in enumerate(_plans(symbols, size, split))
+        for total_bits in _TOTALS
+        if plan.fits(total_bits)
+    ]
+    bits, _, total_bits, plan = min(choices, key=lambda choice: choice[:3])
+    return plan, total_bits, bits
 
 
-def _code_lengths(frequencies: Counts) -> NDArray[np.float64]:
-    """Bits a symbol: the model leaves every symbol at least 2^-24."""
-    return -np.log2(np.maximum(frequencies / TOTAL, 2.0**-24))
+def _plans(symbols: Symbols, size: int, split: int) -> Iterator[_Plan]:
+    """One model; classes of rows as the matrix stands; classes of rows and columns of the view."""
+    single = one_class(*symbols.shape)
+    if symbols.size < max(_FEW_CODES, 4 * size):  # tables would outweigh the codes
+        yield _plan(0, single, class_counts(symbols, single, size))
+        return
+    rows = fit_classes(symbols, 0.5, with_columns=False)
+    counts = class_counts(symbols, rows, size)
+    yield _plan(0, single, counts.sum(0, keepdims=True))
+    yield _plan(0, rows, counts)
+    view = _viewed(symbols, split)
+    both = fit_classes(view, 0.25 if symbols.size >= _MANY_CODES else 0.5)
+    yield _plan(split, both, class_counts(view, both, size))
 
 
-def _group(histograms: Counts, groups: int, rounds: int = 8) -> _Grouping:
-    """Lloyd's algorithm on code lengths: each row joins the model that codes it shortest."""
-    order = np.argsort(_row_bits(histograms), kind="stable")
-    group_of = np.empty(len(histograms), np.int64)
-    group_of[order] = np.arange(len(order)) * groups // len(order)
-    frequencies = _fit(histograms, group_of, groups)
-    for _ in range(rounds if groups > 1 else 0):
-        moved = (histograms @ _code_lengths(frequencies).T).argmin(1)
-        if (moved == group_of).all():
-            break
-        group_of, frequencies = moved, _fit(histograms, moved, groups)
-    return _Grouping(group_of, frequencies)
+def _plan(split: int, classing: Classing, counts: Counts) -> _Plan:
+    return _Plan(
+        split, classing, [np.bincount(classing.rows)[None], np.bincount(classing.columns)[None], counts]
+    )
 
 
-def _row_bits(histograms: Counts) -> NDArray[np.float64]:
-    """Empirical code length of each row under its own histogram."""
-    share = histograms / np.maximum(histograms.sum(1, keepdims=True), 1)
-    bits: NDArray[np.float64] = -(histograms * np.log2(np.maximum(share, 1e-12))).sum(1)
-    return bits
+def _numbered(codes: Codes) -> tuple[int, Codes, Symbols]:
+    """The lowest code, the code of each symbol, and the codes as symbols."""
+    low, high = int(codes.min()), int(codes.max())
+    order = _order(low, high - low + 1)
+    symbol_of = np.empty(len(order), _held(len(order)))
+    symbol_of[order.astype(np.int64) - low] = np.arange(len(order))
+    return low, order, symbol_of[codes.astype(np.int64) - low]
 
 
-def _fit(histograms: Counts, group_of: NDArray[np.int64], groups: int) -> Counts:
-    """Frequencies of each group: its counts scaled to sum to TOTAL, none that occurs below one."""
-    counts = np.zeros((groups, histograms.shape[1]), np.int64)
-    np.add.at(counts, group_of, histograms)
-    return np.stack([_normalize(row) for row in counts])
+def _order(low: int, size: int) -> Codes:
+    """Codes from `low` on in the order of their size, the negative one of a pair first."""
+    codes = np.arange(low, low + size)
+    narrow = np.int8 if low >= -128 and low + size <= 128 else np.int16
+    return codes[np.argsort(2 * np.abs(codes) + (codes > 0), kind="stable")].astype(narrow)
 
 
-def _normalize(counts: Counts) -> Counts:
-    total = int(counts.sum())
-    if total == 0:
-        counts, total = np.ones_like(counts), len(counts)
-    occurs = counts > 0
-    frequencies = np.where(occurs, 1 + counts * (TOTAL - int(occurs.sum())) // total, 0)
-    # What rounding left over goes to the most frequent symbol, where it costs least.
-    frequencies[int(counts.argmax())] += TOTAL - int(frequencies.sum())
-    return frequencies
+def _held(size: int) -> type[np.uint8] | type[np.uint16]:
+    return np.uint8 if size <= 256 else np.uint16
+
+
+def _viewed(matrix: Symbols, split: int) -> Symbols:
+    """(k, n) as (s, n/s * k): transposed, and all that belongs to one of s parts of the columns in a row."""
+    return matrix.T.reshape(split, -1) if split else matrix
+
+
+def _unviewed(matrix: Symbols, split: int, rows: int) -> Symbols:
+    """The inverse of `_viewed` for a matrix of `rows` rows."""
+    return np.ascontiguousarray(matrix.reshape(-1, rows).T) if split else matrix
+
+
+def _write_header(header: _Header) -> bytes:
+    is_wide = header.low < -128 or header.low + header.symbols > 128
+    flags = header.total_bits | (_WIDE_FLAG if is_wide else 0) | (_SPLIT_FLAG if header.split else 0)
+    fields = (header.low, header.symbols - 1, header.row_classes - 1, header.column_classes - 1)
+    data = (_WIDE if is_wide else _NARROW).pack(flags, *fields)
+    return data + (_SPLIT.pack(header.split) if header.split else b"")
+
+
+def _read_header(data: bytes) -> tuple[_Header, int]:
+    """The header and its length."""
+    flags = data[0] if data else 0
+    layout = _WIDE if flags & _WIDE_FLAG else _NARROW
+    length = layout.size + (_SPLIT.size if flags & _SPLIT_FLAG else 0)
+    if len(data) < length:
+        raise FormatError(f"an entropy-coded stream of {len(data)} bytes has no header")
+    _, low, symbols, row_classes, column_classes = layout.unpack_from(data)
+    split = _SPLIT.unpack_from(data, layout.size)[0] if flags & _SPLIT_FLAG else 0
+    total_bits = flags & _TOTAL_MASK
+    if (
+        flags > 127
+        or not MIN_TOTAL_BITS <= total_bits <= MAX_TOTAL_BITS
+        or (flags & _SPLIT_FLAG and not split)
+    ):
+        raise FormatError(
+            f"an entropy coder's flags are {flags}, with a total of 2^{total_bits} and {split} parts"
+        )
+    if (
+        low + symbols > (32767 if flags & _WIDE_FLAG else 127)
+        or max(row_classes, column_classes) >= MAX_CLASSES
+    ):
+        raise FormatError(
+            f"{row_classes + 1} and {column_classes + 1} classes for codes {low} to {low + symbols}"
+        )
+    return _Header(total_bits, low, symbols + 1, row_classes + 1, column_classes + 1, split), length

@@ -13,23 +13,46 @@ from factorpack.errors import FormatError
 from factorpack.format import entropy
 from factorpack.format.bitpack import pack, packed_bytes, unpack
 from factorpack.quantize.uniform import code_range
+from factorpack.record import Encoded
+from factorpack.tiles import out_first_shape
 
 RAW, PACKED, ANS = "raw", "packed", "ans"
 CODECS = (RAW, PACKED, ANS)
 
 
-def encode_part(part: Tensor, bits: int) -> tuple[str, bytes]:
-    """The codec and the bytes of a part; `bits` is 0 for a part that is not codes."""
+def encode_part(part: Tensor, bits: int, split: int = 0) -> tuple[str, bytes]:
+    """The codec and the bytes of a part; `bits` is 0 for a part that is not codes, `split` as `split_of` says."""
     if not bits:
         return RAW, raw_bytes(part)
     codes = part.cpu().numpy()
     _check_range(codes, bits)
     fixed_bytes = packed_bytes(codes.size, bits)
-    coded = entropy.encode(codes) if bits <= 8 else None
-    if coded is not None and len(coded) < fixed_bytes:
+    coded = entropy.encode(codes, split)
+    if len(coded) < fixed_bytes:
         return ANS, coded
     low, _ = code_range(bits)
     return PACKED, pack((codes.astype(np.int32) - low).astype(np.uint16).ravel(), bits)
+
+
+def estimated_part_bytes(part: Tensor, bits: int, split: int = 0) -> int:
+    """Length of `encode_part`'s bytes, within 16, at a part of its cost; for planners."""
+    if not bits:
+        return part.numel() * part.dtype.itemsize
+    fixed_bytes = packed_bytes(part.numel(), bits)
+    return min(fixed_bytes, entropy.estimated_bytes(part.cpu().numpy(), split))
+
+
+def split_of(encoded: Encoded, name: str) -> int:
+    """How many output channels a part's columns divide into evenly, or 0.
+
+    Tiles that divide a filter make column j of a latent belong to one output channel, and a channel's
+    codes, of all latent rows, are more alike than a latent row's.
+    """
+    if encoded.kind != "factors" or name != "latent":
+        return 0
+    channels = out_first_shape(encoded.shape, encoded.transposed_groups)[0]
+    tile = len(encoded.parts["codebook"])
+    return channels if channels > 1 and (encoded.numel // channels) % tile == 0 else 0
 
 
 def decode_part(codec: str, data: bytes, spec: PartSpec) -> Tensor:

@@ -1,0 +1,191 @@
+"""Frequency tables of the entropy coder: counts -> whole frequencies -> bits, and back.
+
+Every table sums to a power of two. Its first frequency is what the others leave, and the others, up to
+the last that is not zero, are stored as bit lengths and mantissas: rare symbols, of which a wide
+alphabet has many, take a bit or two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import constriction
+import numpy as np
+from numpy.typing import NDArray
+
+from factorpack.errors import FormatError
+from factorpack.format.bitpack import pack, packed_bytes, unpack
+
+MIN_TOTAL_BITS, MAX_TOTAL_BITS = 8, 16
+"""Frequencies of a table sum to two to the power of something between these."""
+_MODEL_BITS = 24
+
+Counts = NDArray[np.int64]
+Bits = NDArray[np.uint8]
+
+
+def normalized(counts: Counts, total_bits: int) -> Counts:
+    """Rows of counts, (g, m), scaled to sum to 2^total_bits, none that occurs below one."""
+    total = 1 << total_bits
+    occurs = counts > 0
+    free = total - occurs.sum(1, keepdims=True)
+    if (free < 0).any():
+        raise FormatError(f"{total - int(free.min())} symbols do not fit a table of {total}")
+    frequencies = np.where(occurs, 1 + counts * free // np.maximum(counts.sum(1, keepdims=True), 1), 0)
+    # What rounding left over goes to the most frequent symbol, where it costs least.
+    rows = np.arange(len(counts))
+    frequencies[rows, counts.argmax(1)] += total - frequencies.sum(1)
+    return frequencies
+
+
+def message_bits(counts: Counts, frequencies: Counts, total_bits: int) -> float:
+    """Bits a message of symbols that occur `counts` times takes, (g, m) each.
+
+    constriction gives symbol i of s the numbers from F_i (2^24 - s) / 2^t, rounded down, plus i on.
+    """
+    begin = np.zeros((len(counts), counts.shape[1] + 1), np.int64)
+    np.cumsum(frequencies, 1, out=begin[:, 1:])
+    begin *= (1 << _MODEL_BITS) - used(frequencies)[:, None]
+    shares = np.diff(begin >> total_bits, axis=1) + 1
+    return float((counts * (_MODEL_BITS - np.log2(shares))).sum())
+
+
+def model(frequencies: Counts) -> object:
+    """constriction's model for one table, (s,) with s > 1.
+
+    Every F_i (2^24 - s) / 2^t has at most 24 bits above and t below the point, so all of it is exact
+    in float64 and the model is the same on every machine.
+    """
+    return constriction.stream.model.Categorical(frequencies.astype(np.float64), perfect=False)
+
+
+def used(frequencies: Counts) -> Counts:
+    """Symbols of each table, (g, m), up to the last that has a frequency: (g,), at least 1."""
+    size = frequencies.shape[1]
+    return np.asarray(size - (frequencies[:, ::-1] > 0).argmax(1))
+
+
+def table_bits(frequencies: Counts, total_bits: int) -> int:
+    """Bits that tables of (g, m) take in `write_tables`, their sizes left out."""
+    stored = _stored(frequencies)
+    lengths = _lengths(frequencies[:, 1:])
+    each = _steps(lengths, total_bits) + 1 + np.maximum(lengths - 1, 0)
+    return int(each[stored].sum())
+
+
+def size_bits(symbols: int) -> int:
+    """Width of the size of a table of at most this many symbols."""
+    return (symbols - 1).bit_length()
+
+
+def write_tables(classes: Sequence[Counts], models: Counts, total_bits: int) -> bytes:
+    """Sizes of the models, (g, m); then changes of bit length in unary, then mantissas, of all tables."""
+    whole = [*classes, models]
+    width = size_bits(models.shape[1])
+    sizes = pack((used(models) - 1).astype(np.uint16), width) if width else b""
+    lengths = np.concatenate([_lengths(each[:, 1:])[_stored(each)] for each in whole])
+    steps = np.concatenate([_steps(_lengths(each[:, 1:]), total_bits)[_stored(each)] for each in whole])
+    values = np.concatenate([each[:, 1:][_stored(each)] for each in whole])
+    ends, widths = np.cumsum(steps + 1), np.maximum(lengths - 1, 0)
+    begin = int(ends[-1]) if len(ends) else 0
+    bits = np.zeros(begin + int(widths.sum()), np.uint8)
+    bits[ends - 1] = 1
+    places = begin + np.cumsum(widths) - widths
+    for bit in range(total_bits):
+        has = widths > bit
+        bits[places[has] + bit] = values[has] >> bit & 1
+    return sizes + np.packbits(bits, bitorder="little").tobytes()
+
+
+def read_tables(
+    data: bytes, classes: Sequence[int], models: int, symbols: int, total_bits: int
+) -> tuple[list[Counts], int]:
+    """Tables of known sizes and of `models` more, and the bytes they took; the data may be anything, and go on."""
+    width = size_bits(symbols)
+    start = packed_bytes(models, width)
+    if len(data) < start:
+        raise FormatError(f"{len(data)} bytes cannot hold the sizes of {models} tables")
+    sizes = [*classes, *(unpack(data[:start], models, width).tolist() if width else [0] * models)]
+    sizes[len(classes) :] = [size + 1 for size in sizes[len(classes) :]]
+    if max(sizes[len(classes) :]) > symbols:
+        raise FormatError(f"a table of {max(sizes[len(classes) :])} symbols, the alphabet has {symbols}")
+    values, taken = _read_values(data[start:], np.array(sizes) - 1, total_bits)
+    return _whole(values, sizes, total_bits), start + taken
+
+
+def _read_values(data: bytes, stored: Counts, total_bits: int) -> tuple[Counts, int]:
+    """All stored frequencies, so many of each table, and the bytes they took."""
+    count = int(stored.sum())
+    if 8 * len(data) < count:
+        raise FormatError(f"{len(data)} bytes cannot hold {count} frequencies")
+    # No frequency takes more than a change of length from 0 to t + 1, or back, and a mantissa.
+    longest = packed_bytes(count, 3 * total_bits + 4)
+    bits = np.unpackbits(np.frombuffer(data[:longest], np.uint8), bitorder="little")
+    ends = np.flatnonzero(bits)[:count]
+    if len(ends) < count:
+        raise FormatError("the tables of an entropy coder are cut short")
+    lengths = _lengths_of(np.diff(ends, prepend=-1) - 1, stored, total_bits)
+    values, end = _mantissas(bits, int(ends[-1]) + 1 if count else 0, lengths)
+    taken = packed_bytes(end, 1)
+    if bits[end : 8 * taken].any():
+        raise FormatError("bits are set after the last frequency")
+    return values, taken
+
+
+def _lengths_of(steps: Counts, stored: Counts, total_bits: int) -> Counts:
+    """The inverse of `_steps`, for tables one behind the other."""
+    drops = np.where(steps % 2, (steps + 1) // 2, -(steps // 2))
+    fallen = np.concatenate([[0], np.cumsum(drops)])
+    before = np.repeat(fallen[np.cumsum(stored) - stored], stored)  # the sum at the end of the last table
+    lengths = total_bits - 2 - (fallen[1:] - before)
+    if lengths.size and (int(lengths.min()) < 0 or int(lengths.max()) > total_bits + 1):
+        found = f"{lengths.min()} to {lengths.max()}"
+        raise FormatError(f"a frequency of {found} bits, allowed are 0 to {total_bits + 1}")
+    return np.asarray(lengths)
+
+
+def _mantissas(bits: Bits, begin: int, lengths: Counts) -> tuple[Counts, int]:
+    """Frequencies of known bit lengths, whose lower bits begin at a place, and where these end."""
+    widths = np.maximum(lengths - 1, 0)
+    places = begin + np.cumsum(widths) - widths
+    end = begin + int(widths.sum())
+    if end > len(bits):
+        raise FormatError("the tables of an entropy coder are cut short")
+    values = np.where(lengths > 0, 1 << widths, 0)
+    for bit in range(int(widths.max(initial=0))):
+        has = widths > bit
+        values[has] |= bits[places[has] + bit].astype(np.int64) << bit
+    return values, end
+
+
+def _whole(values: Counts, sizes: Sequence[int], total_bits: int) -> list[Counts]:
+    """Puts the first frequency, which is implied, before the others of each table."""
+    found, at = [], 0
+    for size in sizes:
+        rest = values[at : at + size - 1]
+        first = (1 << total_bits) - int(rest.sum())
+        if first < 0:
+            raise FormatError(f"the frequencies of an entropy model exceed {1 << total_bits}")
+        found.append(np.concatenate([[first], rest]))
+        at += size - 1
+    return found
+
+
+def _stored(frequencies: Counts) -> NDArray[np.bool_]:
+    """Which of the frequencies after the first, (g, m - 1), are stored."""
+    return np.asarray(np.arange(1, frequencies.shape[1]) < used(frequencies)[:, None])
+
+
+def _lengths(values: Counts) -> Counts:
+    """Bit lengths, 0 for 0."""
+    return np.frexp(values.astype(np.float64))[1].astype(np.int64)
+
+
+def _steps(lengths: Counts, total_bits: int) -> Counts:
+    """How much shorter each length of (g, m - 1) is than the one before: 0, 1 down, 1 up, 2 down, ...
+
+    Symbols come in the order of their codes' size, so lengths mostly fall, and fall slowly.
+    """
+    start = np.full((len(lengths), 1), total_bits - 2)
+    drops = np.concatenate([start, lengths], 1)[:, :-1] - lengths
+    return np.where(drops > 0, 2 * drops - 1, -2 * drops)

@@ -1,0 +1,150 @@
+"""The file format a second time: slow, plain Python, no numpy, torch, safetensors or constriction.
+
+Written from the format's description and not from the package's code, so that the two can disagree.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import zlib
+from bisect import bisect_right
+from itertools import accumulate
+from typing import Any
+
+MODEL_BITS = 24
+
+
+def unpack_bits(data: bytes, count: int, width: int) -> list[int]:
+    """Value i takes bits i*width to (i+1)*width - 1 of the bytes read as one little-endian number."""
+    number = int.from_bytes(data, "little")
+    return [number >> (i * width) & ((1 << width) - 1) for i in range(count)]
+
+
+class Message:
+    """Words and a state, from which symbols are taken one by one."""
+
+    def __init__(self, data: bytes) -> None:
+        self.words = list(struct.unpack(f"<{len(data) // 4}I", data))
+        self.state = 0
+        for _ in range(min(2, len(self.words))):
+            self.state = self.state << 32 | self.words.pop()
+
+    def take(self, starts: list[int]) -> int:
+        if len(starts) == 2:
+            return 0
+        quantile = self.state & ((1 << MODEL_BITS) - 1)
+        symbol = bisect_right(starts, quantile) - 1
+        share = starts[symbol + 1] - starts[symbol]
+        self.state = (self.state >> MODEL_BITS) * share + quantile - starts[symbol]
+        if self.state < 1 << 32 and self.words:
+            self.state = self.state << 32 | self.words.pop()
+        return symbol
+
+
+def ans_decode(data: bytes, rows: int, columns: int) -> list[list[int]]:
+    """An entropy-coded matrix: header, tables, message."""
+    flags = data[0]
+    total_bits, is_wide, is_split = flags & 31, flags >> 5 & 1, flags >> 6
+    low, size, row_classes, column_classes = struct.unpack_from("<hHBB" if is_wide else "<bBBB", data, 1)
+    at = 7 if is_wide else 5
+    split = int.from_bytes(data[at : at + 4], "little") if is_split else 0
+    at += 4 * is_split
+    models = row_classes + column_classes + 1
+    width = size.bit_length()
+    end = at + (models * width + 7) // 8
+    sizes = [value + 1 for value in unpack_bits(data[at:end], models, width)]
+    tables, used = read_tables(data[end:], [row_classes + 1, column_classes + 1, *sizes], total_bits)
+    message = Message(data[end + used :])
+    height = split or rows
+    width = rows * columns // height
+    row_class = [message.take(tables[0]) for _ in range(height)]
+    column_class = [message.take(tables[1]) for _ in range(width)]
+    codes = sorted(range(low, low + size + 1), key=lambda code: (abs(code), code))
+    view = [[0] * width for _ in range(height)]
+    for model in range(models):
+        for a in range(row_classes + 1):
+            for row in (row for row in range(height) if row_class[row] == a):
+                for column in (column for column in range(width) if column_class[column] == model - a):
+                    view[row][column] = codes[message.take(tables[2 + model])]
+    assert message.state == 0
+    assert not message.words
+    if not split:
+        return view
+    flat = [code for row in view for code in row]  # of the transpose
+    return [flat[row::rows] for row in range(rows)]
+
+
+def read_tables(data: bytes, sizes: list[int], total_bits: int) -> tuple[list[list[int]], int]:
+    """Where each symbol of each table starts, and the bytes the tables took."""
+    number, place = int.from_bytes(data, "little"), 0
+
+    def bit() -> int:
+        nonlocal place
+        place += 1
+        return number >> (place - 1) & 1
+
+    lengths: list[list[int]] = []
+    for size in sizes:
+        lengths.append([])
+        for _ in range(size - 1):
+            before = lengths[-1][-1] if lengths[-1] else total_bits - 2
+            value = 0
+            while not bit():
+                value += 1
+            lengths[-1].append(before - ((value + 1) // 2 if value % 2 else -value // 2))
+    tables = []
+    for row in lengths:
+        tail = []
+        for length in row:
+            lower = sum(bit() << i for i in range(length - 1))
+            tail.append(lower + (1 << (length - 1)) if length else 0)
+        tables.append(model_starts([(1 << total_bits) - sum(tail), *tail], total_bits))
+    while place % 8:
+        assert not bit()
+    return tables, place // 8
+
+
+def model_starts(frequencies: list[int], total_bits: int) -> list[int]:
+    """Where each symbol's share of 2^24 starts, and the end of the last."""
+    size = len(frequencies)
+    before = accumulate(frequencies[:-1], initial=0)
+    starts = [(total * ((1 << MODEL_BITS) - size) >> total_bits) + i for i, total in enumerate(before)]
+    return [*starts, 1 << MODEL_BITS]
+
+
+def read_packed(blob: bytes) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """A packed file: its schema, and every tensor's parts as lists of codes or as raw bytes."""
+    header_end = 8 + int.from_bytes(blob[:8], "little")
+    header = json.loads(blob[8:header_end])
+    envelope = json.loads(header.pop("__metadata__")["factorpack"])
+    document = json.loads(zlib.decompress(base64.b64decode(envelope["schema"])))
+    shared = header.get("factorpack.small", {"data_offsets": [0, 0]})["data_offsets"][0]
+    tensors = {}
+    for row in document["tensors"]:
+        size = sum(part[3] for part in row["parts"].values()) + row.get("filler_bytes", 0)
+        if size < 16384:
+            start, shared = shared, shared + size
+        else:
+            start = header[row["name"]]["data_offsets"][0]
+        stream = blob[header_end + start : header_end + start + size]
+        assert zlib.crc32(stream) == row["crc"]
+        tensors[row["name"]] = _read_parts(row["parts"], stream)
+    return document, tensors
+
+
+def _read_parts(parts: dict[str, Any], stream: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (codec, kind, shape, size) in parts.items():
+        data, stream = stream[:size], stream[size:]
+        if codec == "raw":
+            found[name] = data
+        elif codec == "ans":
+            found[name] = ans_decode(data, *shape)
+        else:
+            rows, columns = shape
+            flat = [value - (1 << (kind - 1)) for value in unpack_bits(data, rows * columns, kind)]
+            found[name] = [flat[row * columns : (row + 1) * columns] for row in range(rows)]
+    assert not any(stream)
+    return found
