@@ -202,6 +202,18 @@ def test_options_count_before_the_recipe(
     assert fp.load(output)["norm.num_batches_tracked"].parts["values"].item() == batches
 
 
+@pytest.mark.parametrize("option", [["--rate", 100.0], ["--target-ratio", 1.6]], ids=str)
+def test_finetune_trains_for_size(tmp_path: Path, data: Path, packed: Path, option: list[object]) -> None:
+    """A file this small is mostly header: what can fall falls, and is told as the file's."""
+    output, common = tmp_path / "tuned.safetensors", ["--epochs", 6, "--learning-rate", 1e-2, "--json"]
+    plain = json.loads(ok("finetune", packed, *reading(data), "-o", output, *common))
+    short = json.loads(ok("finetune", packed, *reading(data), "-o", output, *common, *option))
+    assert short["file_bytes"] < plain["file_bytes"]
+    assert short["file_bytes"] == output.stat().st_size
+    if option[0] == "--target-ratio":
+        assert short["file_ratio"] >= 1.6
+
+
 def test_without_val_pictures_there_is_no_accuracy(tmp_path: Path, data: Path, packed: Path) -> None:
     options = [*reading(data / "train"), "-o", tmp_path / "tuned.safetensors", "--epochs", 1]
     assert json.loads(ok("finetune", packed, *options, "--json"))["accuracy"] is None

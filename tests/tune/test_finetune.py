@@ -129,12 +129,12 @@ def test_the_user_s_own_loss() -> None:
 @pytest.mark.parametrize("final_share", [1e-3, 0.0, 1.0])
 def test_the_rate_is_half_a_cosine(final_share: float) -> None:
     schedule = fp.Schedule(final_share=final_share)
-    assert schedule.rate(0, 100) == 1.0
-    assert schedule.rate(50, 100) == pytest.approx((1 + final_share) / 2, rel=1e-15)
-    assert schedule.rate(100, 100) == final_share
+    assert schedule.decay(0, 100) == 1.0
+    assert schedule.decay(50, 100) == pytest.approx((1 + final_share) / 2, rel=1e-15)
+    assert schedule.decay(100, 100) == final_share
     for step in range(100):
         expected = final_share + (1 - final_share) * (1 + math.cos(math.pi * step / 100)) / 2
-        assert schedule.rate(step, 100) == pytest.approx(expected, rel=1e-15)
+        assert schedule.decay(step, 100) == pytest.approx(expected, rel=1e-15)
 
 
 def test_the_rate_is_the_one_the_steps_use() -> None:
@@ -143,7 +143,7 @@ def test_the_rate_is_the_one_the_steps_use() -> None:
     packed = tune(schedule, loss=lambda answers, _: answers.sum())
     steps = 3 * 4
     moved = perceptron().get_parameter("2.bias").detach() - packed["2.bias"].parts["values"]
-    expected = 1e-2 * sum(schedule.rate(step, steps) for step in range(steps))
+    expected = 1e-2 * sum(schedule.decay(step, steps) for step in range(steps))
     assert_close(moved, torch.full((4,), expected), torch.float32)
 
 
@@ -506,6 +506,8 @@ def test_two_processes_reach_what_one_reaches(tmp_path: Path) -> None:
     content = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     assert "command" in content
     assert content["plain.0"] == content["plain.1"]
+    assert content["steered.0"] == content["steered.1"]
+    assert len(content["steered.0"]) <= fp.load(tmp_path / "plain.0").size().original_bytes / 2.5
     assert content["shuffled.0"] == content["shuffled.1"] == content["resumed.0"] == content["resumed.1"]
     assert "broken.0" not in content
     tuned(tmp_path / "one", shuffle=False)

@@ -51,6 +51,22 @@ SCALARS = {
     "tiny": fp.Scalar(4).encode(WEIGHT * 1e-30),
     "noted": fp.Scalar(4).encode(WEIGHT).noted("classifier"),
 }
+
+
+def one_scale(encoded: fp.Encoded, part: str) -> fp.Encoded:
+    """With the first of its scales for all its rows."""
+    return replace(encoded, parts={**encoded.parts, part: encoded.parts[part][:1, :1].contiguous()})
+
+
+FACTORS["one scale"] = one_scale(fp.QSPCA(9, 4, tile=16).encode(WEIGHT), "latent_scale")
+SCALARS["one scale"] = one_scale(fp.Scalar(4).encode(WEIGHT), "scale")
+SCALARS["twelve bits"] = fp.Encoded(
+    "scalar",
+    (48, 20),
+    torch.float32,
+    {"codes": (500 * WEIGHT).round().to(torch.int16), "scale": torch.full((48, 1), 2.0**-9).half()},
+    {"codes": 12},
+)
 CASES = {f"factors, {name}": each for name, each in FACTORS.items()}
 CASES |= {f"scalar, {name}": each for name, each in SCALARS.items()}
 

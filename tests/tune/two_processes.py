@@ -15,13 +15,20 @@ from factorpack.cli import app
 from tests.tune.small_net import METHOD, loader, perceptron
 
 SCHEDULE = fp.Schedule(epochs=2, learning_rate=1e-2, seed=5)
+STEERED = fp.Schedule(epochs=4, learning_rate=1e-2, seed=5, target_ratio=2.5)
 
 
 class BreakOff(Exception):
     pass
 
 
-def tuned(path: Path, shuffle: bool, break_at: int | None = None, **settings: Any) -> None:
+def tuned(
+    path: Path,
+    shuffle: bool,
+    break_at: int | None = None,
+    schedule: fp.Schedule = SCHEDULE,
+    **settings: Any,
+) -> None:
     net = perceptron()
     packed = fp.compress(net, METHOD, progress=False)
     seen = 0
@@ -34,7 +41,7 @@ def tuned(path: Path, shuffle: bool, break_at: int | None = None, **settings: An
         return nn.functional.cross_entropy(logits, labels)
 
     batches = loader(shuffle=shuffle)
-    fp.finetune(packed, net, batches, loss=loss, schedule=SCHEDULE, progress=False, **settings)
+    fp.finetune(packed, net, batches, loss=loss, schedule=schedule, progress=False, **settings)
     fp.save(packed, path)
 
 
@@ -43,6 +50,7 @@ def main(folder: Path) -> None:
     rank = os.environ["RANK"]
     tuned(folder / f"plain.{rank}", shuffle=False)
     tuned(folder / f"shuffled.{rank}", shuffle=True)
+    tuned(folder / f"steered.{rank}", shuffle=True, schedule=STEERED)
     settings: dict[str, Any] = {"checkpoint": folder / "checkpoint", "checkpoint_every": 3}
     try:
         tuned(folder / f"broken.{rank}", shuffle=True, break_at=6, **settings)

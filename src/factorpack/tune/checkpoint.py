@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import random
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 
 from factorpack.errors import SourceError
 from factorpack.format.atomic import atomic_write
+from factorpack.model import Packed
 
-_KEYS = {"fingerprint", "done", "model", "optimizer", "epoch_random", "step_random"}
+_KEYS = {"fingerprint", "done", "model", "optimizer", "epoch_random", "step_random", "steering"}
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
@@ -61,3 +63,18 @@ def restore_random_state(state: dict[str, Any]) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
+
+
+def fingerprint_of(packed: Packed, *settings: object) -> str:
+    """What must be the same for a checkpoint to be this run's.
+
+    Of the weights only the kept ones count: a solver on a GPU need not find the same factors twice.
+    """
+    digest = hashlib.sha256(repr(settings).encode())
+    for name, encoded in packed.items():
+        parts = [(part, values.dtype, tuple(values.shape)) for part, values in encoded.parts.items()]
+        told = (name, encoded.kind, encoded.shape, sorted(encoded.bits.items()), encoded.extra_zeros, parts)
+        digest.update(repr(told).encode())
+        if encoded.kind == "keep":
+            digest.update(encoded.parts["values"].cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -97,6 +97,20 @@ def finetune(
     ] = None,
     mixed_precision: Annotated[str | None, typer.Option(help="no, fp16 or bf16. Default: no.")] = None,
     seed: Annotated[int | None, typer.Option(help="Default: 0.")] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Train for size too: what a bit a weight costs, in units of the loss. Codes that matter "
+            "little become cheaper ones. Try 0.01, then more. Default: 0, the size stays about what it is."
+        ),
+    ] = None,
+    target_ratio: Annotated[
+        float | None,
+        typer.Option(
+            help="Or say how many times smaller than FP32 the file shall be, as 60: the rate is found on "
+            "the way, and the file is never larger. Give it some hundred steps."
+        ),
+    ] = None,
     batch_size: BatchSize = 64,
     image_size: ImageSize = 224,
     workers: Workers = 2,
@@ -125,6 +139,8 @@ def finetune(
         "teacher_share": teacher_share,
         "mixed_precision": mixed_precision,
         "seed": seed,
+        "rate": rate,
+        "target_ratio": target_ratio,
     }
     given = {key: value for key, value in options.items() if value is not None}
     schedule: Schedule = build(Schedule, {**(stated.finetune if stated else {}), **given}, "fine-tuning")

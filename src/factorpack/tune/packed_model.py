@@ -34,8 +34,11 @@ class PackedModel(nn.Module):
             raise SourceError(f"the packed tensors {strangers[:3]} are not parameters of the model")
         self.weights = nn.ModuleList(TRAINABLE[packed[name].kind](packed[name]) for name in self.names)
         self.dtypes = [(packed[name].dtype, parameters[name].dtype) for name in self.names]
-        for name in self.names:
-            parameters[name].requires_grad_(False)
+        # A constant has no numbers of its own to train: it is stored as it came.
+        constants = [name for name, encoded in packed.items() if encoded.kind == "constant"]
+        for name in (*self.names, *constants):
+            if name in parameters:
+                parameters[name].requires_grad_(False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         device = next(self.parameters()).device.type
@@ -47,6 +50,10 @@ class PackedModel(nn.Module):
             }
         return torch.func.functional_call(self.model, weights, args, kwargs)
 
+    def coded_weights(self) -> int:
+        """How many weights the codes stand for."""
+        return sum(cast(Trainable, weight).like.numel for weight in self.weights)
+
     def encoded(self, packed: Packed) -> dict[str, Encoded]:
         """Every tensor of `packed` as training has left it."""
         current = self.model.state_dict()
@@ -55,7 +62,9 @@ class PackedModel(nn.Module):
             for name, weight in zip(self.names, self.weights, strict=True)
         }
         for name, encoded in packed.items():
-            if name not in trained:
+            if encoded.kind == "constant":
+                trained[name] = encoded
+            elif name not in trained:
                 stored = encoded.parts["values"].dtype
                 method = Keep(stored if stored.is_floating_point else None)
                 kept = method.encode(current[name].detach().cpu())

@@ -22,6 +22,8 @@ UNITS_A_CODE = 32.0
 class Trainable(Protocol):
     """A module that makes a weight and can say what it would be stored as."""
 
+    like: Encoded
+
     def forward(self) -> Tensor: ...
 
     def encoded(self) -> Encoded: ...
@@ -52,6 +54,22 @@ class QuantizedRows(nn.Module):
 
     def values(self) -> Tensor:
         return self.numbers * (self.first_scale * UNITS_A_CODE)
+
+    def unit(self) -> Tensor:
+        """The numbers in units of the scale: what is rounded to codes, before it is."""
+        scale = self.stored_scale()
+        unit = self.values() / torch.where(scale > 0, scale, torch.inf)
+        return unit if self.mask is None else unit * self.mask
+
+    def a_code(self) -> Tensor:
+        """How far `numbers` must move for a code to move by one."""
+        unit = self.first_scale * UNITS_A_CODE
+        return self.stored_scale() / torch.where(unit > 0, unit, torch.inf)
+
+    def put(self, where: Tensor, codes: Tensor) -> None:
+        """Makes the numbers under a mask those that codes stand for."""
+        with torch.no_grad():
+            self.numbers.copy_(torch.where(where, codes * self.a_code(), self.numbers))
 
     def stored_scale(self) -> Tensor:
         """The scale as the file holds it, with the gradient of the one that learns."""

@@ -1,0 +1,212 @@
+"""Training for size: a rate that is given, a rate that is steered to a file's size, and what may go wrong."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import factorpack as fp
+from factorpack.model import Packed
+from factorpack.tune.steer import Controller, file_bytes
+from tests.helpers import assert_same_encoded, seeded
+from tests.tune.small_net import loader, perceptron, with_weights
+
+FACTORS = fp.QSPCA(9, 4, tile=16, codebook_bits=8)
+SCALAR = fp.Scalar(4)
+FAST = fp.Schedule(epochs=10, learning_rate=1e-2)
+STEERED = fp.Schedule(epochs=15, learning_rate=3e-3)
+
+
+def wide() -> nn.Module:
+    """Large enough that a header is a small share of its file: 74 thousand weights."""
+    return with_weights(
+        nn.Sequential(nn.Linear(24, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4))
+    )
+
+
+def data(count: int = 320) -> DataLoader[tuple[Tensor, ...]]:
+    inputs = seeded(count, 24, seed=100)
+    labels = (inputs @ seeded(24, 4, seed=101)).argmax(1)
+    return DataLoader(TensorDataset(inputs, labels), batch_size=16)
+
+
+def tune(schedule: fp.Schedule, method: Any = SCALAR, **settings: Any) -> Packed:
+    net = wide()
+    packed = fp.compress(net, method, progress=False)
+    return fp.finetune(packed, net, data(), schedule=schedule, progress=False, **settings)
+
+
+def error(packed: Packed) -> float:
+    net = packed.load_into(wide()).eval()
+    inputs, labels = data().dataset.tensors  # type: ignore[attr-defined]
+    with torch.no_grad():
+        return cross_entropy(net(inputs), labels).item()
+
+
+# -- a rate ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [SCALAR, FACTORS], ids=["scalar", "factors"])
+def test_a_rate_makes_the_file_smaller_and_keeps_the_loss_sane(method: Any) -> None:
+    start = fp.compress(wide(), method, progress=False)
+    plain = tune(FAST, method)
+    sizes = [file_bytes(plain)]
+    for rate in (0.02, 0.2):
+        short = tune(replace(FAST, rate=rate), method)
+        sizes.append(file_bytes(short))
+        assert error(short) < error(start) / 2
+    assert sizes[2] < sizes[1] < 0.9 * sizes[0]
+
+
+def test_a_rate_of_zero_changes_nothing() -> None:
+    for name, encoded in tune(FAST).items():
+        assert_same_encoded(tune(replace(FAST, rate=0.0, target_ratio=0.0))[name], encoded)
+
+
+def test_rows_that_die_are_removed() -> None:
+    short = tune(replace(FAST, rate=20.0), FACTORS)
+    ranks = [each.parts["latent"].shape[0] for each in short.values() if each.kind == "factors"]
+    assert min(ranks) < 9
+    for encoded in short.values():
+        if encoded.kind == "factors" and encoded.parts["latent"].shape[0] > 1:
+            assert encoded.parts["latent"].any(1).all()
+
+
+# -- a target ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "ratio"), [(SCALAR, 14.0), (SCALAR, 30.0), (FACTORS, 20.0)], ids=str)
+def test_the_file_meets_its_target(tmp_path: Path, method: Any, ratio: float) -> None:
+    packed = tune(replace(STEERED, target_ratio=ratio), method)
+    fp.save(packed, tmp_path / "net.safetensors")
+    budget = packed.size().original_bytes / ratio
+    assert 0.99 * budget <= (tmp_path / "net.safetensors").stat().st_size <= budget
+    assert error(packed) < error(fp.compress(wide(), method, progress=False)) / 2
+
+
+@pytest.mark.parametrize("ratio", [14.0, 20.0])
+def test_a_few_steps_are_not_enough_to_train_but_the_file_meets_it(ratio: float) -> None:
+    """What training leaves over is closed by the codes that lose least."""
+    packed = tune(fp.Schedule(epochs=1, learning_rate=1e-5, target_ratio=ratio))
+    budget = packed.size().original_bytes / ratio
+    assert 0.99 * budget <= file_bytes(packed) <= budget
+
+
+def test_a_target_that_is_met_already() -> None:
+    packed = tune(replace(FAST, epochs=2, target_ratio=4.0))
+    assert file_bytes(packed) <= packed.size().original_bytes / 4.0
+
+
+def test_a_target_no_codes_can_meet() -> None:
+    """Said before the first step, with what is in the way."""
+
+    def never(*_: Tensor) -> Tensor:
+        raise AssertionError
+
+    with pytest.raises(fp.PlanError, match=r"target_ratio 500 leaves 585 bytes, and without a single code"):
+        tune(replace(FAST, target_ratio=500.0), loss=never)
+
+
+def halved(packed: Packed) -> Packed:
+    """Biases in FP16, as something still to be done to a trained model."""
+    kept = {name: fp.Keep("float16").encode(fp.decode(packed[name])) for name in packed if "bias" in name}
+    return Packed({name: kept.get(name, packed[name]) for name in packed}, packed.aliases)
+
+
+def test_what_is_finished_is_what_is_measured(tmp_path: Path) -> None:
+    packed = tune(replace(STEERED, target_ratio=25.0), finish=halved)
+    assert packed["0.bias"].parts["values"].dtype == torch.float16
+    fp.save(packed, tmp_path / "net.safetensors")
+    budget = packed.size().original_bytes / 25.0
+    assert 0.99 * budget <= (tmp_path / "net.safetensors").stat().st_size <= budget
+
+
+def test_the_controller_follows_a_size_that_answers_late() -> None:
+    """A size that a rate of 0.4 holds, seen three looks late."""
+    controller, sizes = Controller(1e-4), [1000.0] * 4
+    for look in range(400):
+        controller.update(sizes[-4], sizes[-1], 100.0, max(100 - look, 20))
+        sizes.append(sizes[-1] * math.exp(0.02 - 0.05 * controller.rate))
+    assert all(98 <= size <= 102 for size in sizes[-50:])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"rate": -1.0}, {"rate": math.nan}, {"rate": "low"}, {"target_ratio": -2.0}]
+)
+def test_impossible_rates_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(fp.PlanError, match=next(iter(settings))):
+        fp.Schedule(**settings)
+
+
+# -- going on, and folded norms ----------------------------------------------------------------------
+
+
+class BreakOff(Exception):
+    pass
+
+
+@pytest.mark.parametrize("break_at", [37, 206])
+def test_a_steered_run_that_broke_off_ends_in_the_same_bytes(tmp_path: Path, break_at: int) -> None:
+    """Saved every 3 steps: the tables are sometimes fresh and sometimes not."""
+    schedule = replace(FAST, epochs=11, target_ratio=20.0)  # 220 steps: a look every 2
+    seen = 0
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        nonlocal seen
+        seen += 1
+        if seen == break_at:
+            raise BreakOff
+        return cross_entropy(logits, labels)
+
+    settings: dict[str, Any] = {"checkpoint": tmp_path / "run", "checkpoint_every": 3}
+    with pytest.raises(BreakOff):
+        tune(schedule, loss=loss, **settings)
+    resumed = tune(schedule, **settings)
+    again = tune(schedule, **settings)  # the finished run: only what closes its gap is done again
+    for name, encoded in tune(schedule).items():
+        assert_same_encoded(resumed[name], encoded)
+        assert_same_encoded(again[name], encoded)
+
+
+@pytest.mark.parametrize("name", ["rate", "target_ratio"])
+def test_a_checkpoint_of_another_rate(tmp_path: Path, name: str) -> None:
+    short = replace(FAST, epochs=1)
+    tune(short, checkpoint=tmp_path / "run")
+    with pytest.raises(fp.SourceError, match="belongs to another run"):
+        tune(replace(short, **{name: 5.0}), checkpoint=tmp_path / "run")
+
+
+def folded() -> tuple[nn.Module, Packed]:
+    """A variance of one and a mean of zero, each stored as one number."""
+    net = perceptron(norm=True)
+    packed = fp.compress(net, SCALAR, progress=False)
+    constants = {
+        name: fp.Encoded("constant", (32,), torch.float32, {"value": packed[name].parts["values"][:1]})
+        for name in ("1.running_mean", "1.running_var")
+    }
+    packed.replace({name: constants.get(name, packed[name]) for name in packed})
+    return net, packed
+
+
+def test_folded_norms_are_not_trained_with_batch_statistics() -> None:
+    net, packed = folded()
+    with pytest.raises(fp.PlanError, match=r"'1.running_var' is a constant.*batch_norm='frozen'"):
+        fp.finetune(packed, net, loader(), schedule=fp.Schedule(epochs=1), progress=False)
+
+
+def test_folded_norms_are_trained_frozen_and_stay_constants() -> None:
+    net, packed = folded()
+    before = dict(packed)
+    schedule = fp.Schedule(epochs=1, learning_rate=1e-2, batch_norm="frozen")
+    fp.finetune(packed, net, loader(), schedule=schedule, progress=False)
+    for name in ("1.running_mean", "1.running_var"):
+        assert_same_encoded(packed[name], before[name])
+    assert not torch.equal(packed["1.weight"].parts["values"], before["1.weight"].parts["values"])
