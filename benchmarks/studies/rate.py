@@ -1,0 +1,100 @@
+"""Accuracy against file size on CIFAR-10: the paper's settings, and codes trained to a target by a rate term.
+
+All cases start from one FP32 net and are trained with one schedule and one teacher; batch norms are folded
+before a file is measured.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import factorpack as fp
+from benchmarks.data import cifar10, normalized, shuffled
+from benchmarks.measure import top1
+from benchmarks.training import Augmented, Case, cifar_net, device, spread
+from factorpack.methods import METHODS, from_fields
+
+
+def run(
+    model: str,
+    fp32_epochs: int,
+    seed: int,
+    schedule: dict[str, Any],
+    methods: list[dict[str, Any]],
+    workers: int,
+    train_images: int = 0,
+) -> dict[str, Any]:
+    """A method's `target_ratios` make a case each; `train_images` trains on that many alone, to try it out."""
+    _, fp32 = cifar_net(model, seed, fp32_epochs)
+    cases = [case for method in methods for case in cases_of(method, schedule)]
+    work = partial(_one, model=model, seed=seed, fp32_epochs=fp32_epochs, train_images=train_images)
+    return {"fp32_test_top1": fp32, "rows": spread(work, cases, workers)}
+
+
+def cases_of(method: Case, schedule: Case) -> list[Case]:
+    """One case a target, or one without."""
+    fields = {
+        key: value for key, value in method.items() if key not in ("layers", "target_ratios", "schedule")
+    }
+    plain = {"method": fields, "layers": method.get("layers", {})}
+    own = schedule | method.get("schedule", {})
+    targets = method.get("target_ratios", [])
+    return [plain | {"schedule": own | {"target_ratio": target}} for target in targets or [0.0]]
+
+
+def _one(case: Case, model: str, seed: int, fp32_epochs: int, train_images: int) -> Case:
+    torch.backends.cuda.matmul.allow_tf32 = True
+    net, _ = cifar_net(model, seed, fp32_epochs)
+    train, test = cifar10()
+    train = shuffled(train, seed)
+    if train_images:
+        train = (train[0][:train_images], train[1][:train_images])
+    packed = _compressed(net, case, normalized(train[0][:64].to(device())))
+    before = top1(packed.load_into(copy.deepcopy(net)).eval(), test, batch=500)
+    settings = dict(case["schedule"])
+    batches = Augmented(train, settings.pop("batch", 64), pad=4, seed=seed)
+    fp.finetune(
+        packed,
+        copy.deepcopy(net),
+        batches,
+        teacher=net,
+        schedule=fp.Schedule(seed=seed, **settings),
+        finish=partial(_folded, model=net),
+        progress=False,
+    )
+    return {**case, "top1_before": before, **_measured(packed, net, test)}
+
+
+def _compressed(net: nn.Module, case: Case, images: torch.Tensor) -> fp.Packed:
+    method = from_fields(METHODS, case["method"])
+    layers = {pattern: from_fields(METHODS, fields) for pattern, fields in case["layers"].items()}
+    return fp.compress(net, method, layers=layers, calibration=[images], progress=False)
+
+
+def _folded(packed: fp.Packed, model: nn.Module) -> fp.Packed:
+    from factorpack.norms import fold
+
+    return fold(packed, model)
+
+
+def _measured(packed: fp.Packed, net: nn.Module, test: tuple[torch.Tensor, torch.Tensor]) -> Case:
+    """Size and accuracy of the file, read back."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "packed.safetensors"
+        fp.save(packed, path)
+        loaded = fp.load(path)
+        report = loaded.size()
+        after = top1(loaded.load_into(copy.deepcopy(net)).eval(), test, batch=500)
+    return {
+        "top1": after,
+        "file_bytes": report.file_bytes,
+        "file_ratio": report.file_ratio,
+        "paper_ratio": report.paper_ratio,
+    }
