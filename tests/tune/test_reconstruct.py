@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 import factorpack as fp
 from factorpack.model import Packed
+from factorpack.tune import reconstruct as reconstruction
 from factorpack.tune.blocks import blocks_of
+from factorpack.tune.rate import fit_lengths
 from factorpack.tune.reconstruct import reconstruct
-from factorpack.tune.steer import file_bytes
+from factorpack.tune.steer import Controller, file_bytes
 from tests.helpers import assert_same_encoded, seeded
 from tests.tune.small_net import perceptron, with_weights
 
@@ -93,6 +95,25 @@ def test_blocks_come_closer_on_inputs_held_out_and_the_file_does_not_grow(method
     assert all(now < then for now, then in zip(after[1:], before[1:], strict=True))
     assert after[-1] < before[-1] / 2
     assert file_bytes(packed) <= 1.01 * size  # held to the entropy, to which a coder adds some bytes a stream
+
+
+def coded_bits(packed: Packed) -> float:
+    parts = [(each.parts[part], bits) for each in packed.values() for part, bits in each.bits.items()]
+    return sum(fit_lengths(codes, bits)[1].item() for codes, bits in parts)
+
+
+def test_codes_take_no_more_bits_even_where_steering_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left alone they take more; what a rate does not hold is taken back in the end."""
+    monkeypatch.setattr(Controller, "update", lambda *_: None)
+    monkeypatch.setattr(reconstruction, "FIRST_RATE", 1e-9)
+    found = {}
+    for rate in (0.0, "hold"):
+        packed = packed_net(fp.Scalar(3))
+        before = coded_bits(packed)
+        settings: dict[str, Any] = {"blocks": ["stage1.0"], "steps": 100, "learning_rate": 1e-3, "rate": rate}
+        reconstruct(packed, Net().eval(), images(64, seed=1).split(32), progress=False, **settings)
+        found[rate] = coded_bits(packed) - before
+    assert found["hold"] <= 0 < found[0.0]
 
 
 def test_the_original_is_left_as_it_is() -> None:
