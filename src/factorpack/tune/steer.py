@@ -29,9 +29,9 @@ _LOOKS_BACK = 5.0
 _MEASURES = 10
 _TRIM = 0.7  # of the steps are done when a gap that is left is closed: the others can make up for it
 _RAMP = 0.5  # of the steps lead to the size, the others are for training at it
-_OVER = 0.005
-"""How far above its budget a run ends: codes that have become zero seldom come back, so a size is come to
-from above, and what is left over is trimmed."""
+_FIRST_OVER, _OVER = 0.06, 0.005
+"""How far above its budget a run aims before and after that: codes that have become zero seldom come back,
+so a size is come to from above."""
 _ROUNDS = 200
 _GAIN = 20.0
 
@@ -95,7 +95,7 @@ class Steering:
         # Numbers move as far as learning rates let them: what is left of that is the time there is.
         left, whole = _travel(_RAMP) - _travel(time), _travel(1.0)
         a_look = max(_travel(time + self.every / self.steps) - _travel(time), 1e-6)
-        aim = self.budget * (1 + _OVER + 0.1 * (1 - _travel(time) / whole))
+        aim = self.budget * (1 + (_OVER if time * self.steps >= self.trim_at else _FIRST_OVER))
         looks = max(left, 0.1 * whole) / a_look if size > aim else _LOOKS_BACK
         with torch.no_grad():
             soft = self.term().item() * self.term.weights / 8 + self.other_bytes
