@@ -5,6 +5,7 @@ A new method joins by an entry in each table.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +18,8 @@ from factorpack.decode import check, decode, specs
 from factorpack.errors import WeightError
 from factorpack.format.bitpack import packed_bytes
 from factorpack.format.container import Reader
-from factorpack.methods import METHODS, QSPCA, Keep, Method, Scalar
-from factorpack.quantize.uniform import code_range
+from factorpack.methods import METHODS, QSPCA, Keep, Method, Scalar, SecondOrder
+from factorpack.quantize.uniform import code_dtype, code_range
 from factorpack.record import Encoded
 from factorpack.size import fixed_bits
 from tests.helpers import assert_same_encoded, assert_same_tensor, relative_error, seeded, write_packed
@@ -31,12 +32,19 @@ SETTINGS: dict[str, tuple[Method, ...]] = {
         QSPCA(8, 6, codebook_bits=6, tile=32, latent_scales="column", clip="minmax"),
     ),
     "scalar": (Scalar(), Scalar(3), Scalar(2, "minmax")),
+    "second_order": (
+        SecondOrder(bits=3),
+        SecondOrder(step=0.3),
+        SecondOrder(step=0.001, price=0.0),
+        SecondOrder(step=0.1, tile=9),
+    ),
     "keep": (Keep(), Keep("bfloat16")),
 }
 
 LADDERS: dict[str, tuple[Method, ...]] = {
     "qspca": tuple(QSPCA(8, bits, codebook_bits=6, tile=16) for bits in range(2, 9)),
     "scalar": tuple(Scalar(bits) for bits in range(2, 9)),
+    "second_order": tuple(SecondOrder(step=2.0**-power) for power in range(7)),
     "keep": tuple(Keep(dtype) for dtype in ("float8_e5m2", "bfloat16", "float16", "float32", "float64")),
 }
 """Each method from few bits to many."""
@@ -94,7 +102,7 @@ def test_encode_store_decode(
     check(encoded.kind, encoded.shape, encoded.dtype, encoded.transposed_groups, specs(encoded))
     for name, bits in encoded.bits.items():
         low, high = code_range(bits)
-        assert encoded.parts[name].dtype == torch.int8
+        assert encoded.parts[name].dtype == code_dtype(bits)
         assert low <= encoded.parts[name].min() <= encoded.parts[name].max() <= high
 
     decoded = decode(encoded)
@@ -141,7 +149,15 @@ def test_the_unit_of_the_weights_does_not_matter(
     weight = seeded(*shape, dtype=dtype)
     far = weight * 2.0**power
     usual = relative_error(decode(method.encode(weight, groups)), weight)
-    assert abs(relative_error(decode(method.encode(far, groups)), far) - usual) <= FP16_EPS
+    there = in_unit(method, 2.0**power)
+    assert abs(relative_error(decode(there.encode(far, groups)), far) - usual) <= FP16_EPS
+
+
+def in_unit(method: Method, unit: float) -> Method:
+    """A step is in the weights' own unit."""
+    if isinstance(method, SecondOrder) and method.step is not None:
+        return dataclasses.replace(method, step=method.step * unit)
+    return method
 
 
 @each_method

@@ -1,0 +1,305 @@
+"""SecondOrder: codes of one step or of fixed width that keep a layer's outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import factorpack as fp
+from factorpack.decode import decode
+from factorpack.errors import PlanError, WeightError
+from factorpack.methods import METHODS, from_fields
+from factorpack.methods.second_order import rows_of
+from factorpack.quantize.uniform import fit_scale, storable
+from factorpack.record import Encoded, LayerMoments, LayerSample
+from factorpack.solve.moments import MomentsOf, unfolded
+from tests.helpers import assert_close, assert_same_encoded, assert_same_tensor, relative_error, seeded
+
+
+def correlated(*shape: int, seed: int = 0) -> Tensor:
+    """Inputs whose neighbours, and whose channels, are alike."""
+    noise = seeded(*shape, seed=seed)
+    for axis in range(1, len(shape)):
+        noise = noise + noise.roll(1, axis) + 0.7 * noise.roll(2, axis)
+    return noise
+
+
+def moments_of(layer: nn.Module, inputs: Tensor, original: Tensor | None = None) -> LayerMoments:
+    running = MomentsOf(layer, 1 << 30)
+    running.add(inputs, original)
+    return running.result()
+
+
+def output_error(layer: nn.Module, encoded: Encoded, inputs: Tensor) -> float:
+    """Of the layer with the decoded weight, relative to its outputs without a bias."""
+    u = unfolded(layer, inputs)
+    weight = layer.weight.detach()
+    assert isinstance(weight, Tensor)
+    split = (len(u), -1, u.shape[2])
+    wanted, found = (u @ w.reshape(split).transpose(1, 2) for w in (weight, decode(encoded)))
+    return relative_error(found, wanted)
+
+
+def seeded_layer(layer: nn.Module, seed: int = 9) -> nn.Module:
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(seeded(*parameter.shape, seed=seed))
+    return layer
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(36, 20), (800, 36)),
+    "convolution": (lambda: nn.Conv2d(8, 12, 3, padding=1), (6, 8, 12, 12)),
+    "grouped": (lambda: nn.Conv2d(8, 12, 3, groups=2), (6, 8, 12, 12)),
+    "depthwise": (lambda: nn.Conv2d(12, 12, 3, groups=12), (6, 12, 12, 12)),
+}
+
+
+@pytest.mark.parametrize("case", LAYERS)
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_outputs_are_closer_than_rounding_to_nearest_leaves_them(case: str, bits: int) -> None:
+    make, shape = LAYERS[case]
+    layer, inputs = seeded_layer(make()), correlated(*shape)
+    weight = layer.weight.detach()
+    encoded = fp.SecondOrder(bits=bits).encode(weight, 0, moments_of(layer, inputs))
+    plain = fp.Scalar(bits).encode(weight)
+    assert encoded.bits == plain.bits == {"codes": bits}
+    assert_same_tensor(encoded.parts["scale"], plain.parts["scale"])
+    assert output_error(layer, encoded, inputs) < 0.9 * output_error(layer, plain, inputs)
+
+
+@pytest.mark.parametrize("tile", [1, 9])
+@pytest.mark.parametrize("case", LAYERS)
+def test_one_step_keeps_outputs_better_than_weights_alone_tell(case: str, tile: int) -> None:
+    """Against the same step without moments: feedback must lower the outputs' error."""
+    make, shape = LAYERS[case]
+    layer, inputs = seeded_layer(make()), correlated(*shape)
+    weight = layer.weight.detach()
+    method = fp.SecondOrder(step=0.5, tile=tile, price=0.0)
+    encoded = method.encode(weight, 0, moments_of(layer, inputs))
+    alone = method.encode(weight)
+    assert encoded.kind == ("scalar" if tile == 1 else "factors")
+    assert output_error(layer, encoded, inputs) < 0.8 * output_error(layer, alone, inputs)
+
+
+def test_the_step_is_the_one_asked_for() -> None:
+    weight = seeded(10, 16)
+    encoded = fp.SecondOrder(step=0.1, price=0.0).encode(weight)
+    step = storable(torch.tensor([[0.1]]))
+    assert_same_tensor(encoded.parts["scale"], step)
+    assert torch.equal(encoded.parts["codes"].float(), (weight / step.float()).round())
+
+
+def test_without_moments_fixed_width_is_rounding_to_nearest() -> None:
+    weight = seeded(10, 4, 3, 3)
+    assert_same_encoded(fp.SecondOrder(bits=4).encode(weight), fp.Scalar(4).encode(weight))
+
+
+def test_codes_are_as_wide_as_they_come_out() -> None:
+    weight = seeded(10, 16)
+    for step, dtype in ((0.5, torch.int8), (0.001, torch.int16)):
+        encoded = fp.SecondOrder(step=step, price=0.0).encode(weight)
+        largest = int(encoded.parts["codes"].abs().max())
+        assert encoded.bits["codes"] == largest.bit_length() + 1
+        assert encoded.parts["codes"].dtype == dtype
+        assert (decode(encoded) - weight).abs().max() <= 0.51 * step + 1e-3 * step * largest
+
+
+def test_a_step_too_fine_for_any_code_is_an_error() -> None:
+    """Codes beyond 16 bits cannot be stored, and a clipped weight is another weight."""
+    with pytest.raises(PlanError, match="at step 1e-06 codes go up to .*, expected a step at which 16 bits do"):
+        fp.SecondOrder(step=1e-6).encode(seeded(10, 16))
+
+
+@pytest.mark.parametrize("tile", [1, 4, 9])
+def test_a_fine_step_gives_the_weight_back(tile: int) -> None:
+    layer = seeded_layer(nn.Conv2d(4, 6, 3))
+    weight = layer.weight.detach()
+    moments = moments_of(layer, correlated(4, 4, 9, 9))
+    encoded = fp.SecondOrder(step=0.004, tile=tile).encode(weight, 0, moments)
+    assert relative_error(decode(encoded), weight) < 0.02
+
+
+def test_a_tile_that_does_not_divide_a_filter() -> None:
+    weight = seeded(8, 10)
+    encoded = fp.SecondOrder(step=0.2, tile=4).encode(weight)
+    assert encoded.note == "no basis: 4 does not divide the 10 weights of a filter"
+    plain = fp.SecondOrder(step=0.2).encode(weight)
+    assert plain.note == ""
+    assert torch.equal(decode(encoded), decode(plain))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("method", [fp.SecondOrder(step=0.02, tile=4), fp.SecondOrder(bits=8)])
+def test_transposed_convolutions(groups: int, method: fp.SecondOrder) -> None:
+    """Rows are output channels: a loud one does not coarsen the others."""
+    weight = seeded(8, 6, 2, 2)
+    rows = rows_of(weight, groups)
+    assert rows.shape == (6 * groups, 8 // groups * 4)
+    encoded = method.encode(weight, groups)
+    assert encoded.transposed_groups == groups
+    assert relative_error(decode(encoded), weight) < 0.02
+    if method.bits:
+        assert_same_tensor(encoded.parts["scale"], fit_scale(rows, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_types(dtype: torch.dtype) -> None:
+    layer = seeded_layer(nn.Linear(12, 8))
+    moments = moments_of(layer, correlated(300, 12))
+    weight = layer.weight.detach().to(dtype)
+    for method in (fp.SecondOrder(step=0.02), fp.SecondOrder(bits=8), fp.SecondOrder(step=0.02, tile=4)):
+        decoded = decode(method.encode(weight, 0, moments))
+        assert decoded.dtype == dtype
+        assert relative_error(decoded, weight) < 0.03
+
+
+def test_changed_inputs_are_made_up_for() -> None:
+    """The weight gives way to inputs that an earlier layer's compression has turned."""
+    layer = seeded_layer(nn.Linear(12, 8))
+    weight = layer.weight.detach()
+    original = correlated(900, 12)
+    inputs = original @ (torch.eye(12) + 0.1 * seeded(12, 12, seed=5))
+    wanted = original @ weight.T
+    method = fp.SecondOrder(step=0.05, damping=1e-4)
+    aware = decode(method.encode(weight, 0, moments_of(layer, inputs, original)))
+    blind = decode(method.encode(weight, 0, moments_of(layer, inputs)))
+    assert relative_error(inputs @ aware.T, wanted) < 0.2 * relative_error(inputs @ blind.T, wanted)
+
+
+# -- settings ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "step is None and bits None: give exactly one of them"),
+        ({"step": 0.1, "bits": 3}, "step is 0.1 and bits 3: give exactly one of them"),
+        ({"bits": 1}, "bits is 1, allowed are 2 to 8"),
+        ({"bits": 9}, "bits is 9, allowed are 2 to 8"),
+        ({"bits": 3.0}, "bits is 3.0, a float; expected int"),
+        ({"bits": True}, "bits is True, a bool; expected int"),
+        ({"step": "0.1"}, "step is '0.1', a str; expected float or int"),
+        ({"step": 0}, "step is 0, expected a number above 0"),
+        ({"step": -0.5}, "step is -0.5, expected a number above 0"),
+        ({"step": float("nan")}, "step is nan, expected a number above 0"),
+        ({"step": float("inf")}, "step is inf, expected a number above 0"),
+        ({"step": 0.1, "tile": 0}, "tile 0, .* expected from 1 up"),
+        ({"step": 0.1, "tile": 2.0}, "tile is 2.0, a float; expected int"),
+        ({"step": 0.1, "samples": -1}, "samples -1, "),
+        ({"step": 0.1, "price": -0.1}, "price -0.1, "),
+        ({"step": 0.1, "price": float("nan")}, "price nan, "),
+        ({"step": 0.1, "damping": 0}, "damping 0: "),
+        ({"step": 0.1, "damping": float("inf")}, "damping inf: "),
+    ],
+)
+def test_impossible_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        fp.SecondOrder(**settings)
+
+
+def test_settings_from_a_recipe() -> None:
+    found = from_fields(METHODS, {"method": "second_order", "step": 1, "tile": 9})
+    assert found == fp.SecondOrder(step=1, tile=9)
+
+
+def test_a_sample_is_not_what_it_takes() -> None:
+    sample = LayerSample(seeded(2, 4), seeded(2, 3), lambda weight, values: values @ weight.T)
+    with pytest.raises(PlanError, match="takes moments of a layer's inputs, not a sample"):
+        fp.SecondOrder(bits=4).encode(seeded(3, 4), 0, sample)
+
+
+@pytest.mark.parametrize("weight", [torch.tensor(1.0), seeded(5)])
+def test_vectors_have_no_inputs(weight: Tensor) -> None:
+    with pytest.raises(PlanError, match="two dimensions or more"):
+        fp.SecondOrder(bits=4).encode(weight)
+
+
+def test_weights_no_code_can_stand_for() -> None:
+    with pytest.raises(WeightError, match="1 of 4 weights are NaN or infinite"):
+        fp.SecondOrder(bits=4).encode(torch.tensor([[1.0, torch.nan], [1.0, 0.0]]))
+
+
+# -- whole models ------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.body = nn.Conv2d(8, 16, 3, padding=1)
+        self.up = nn.ConvTranspose2d(16, 16, 2, groups=2)
+        self.last = nn.Conv2d(16, 16, 3)
+        self.head = nn.Linear(16, 10)
+        with torch.no_grad():
+            for index, parameter in enumerate(self.parameters()):
+                parameter.copy_(seeded(*parameter.shape, seed=index) * 0.2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.up(self.body(self.stem(images).relu()).relu()).relu()
+        return self.head(self.last(x).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+IMAGES = correlated(24, 3, 10, 10)
+
+
+@pytest.mark.parametrize("method", [fp.SecondOrder(bits=3), fp.SecondOrder(step=0.05, tile=9)])
+@pytest.mark.parametrize("sequential", [True, False])
+def test_through_compress_and_a_file(method: fp.SecondOrder, sequential: bool, tmp_path: Path) -> None:
+    net = Net()
+    packed = fp.compress(
+        net, method, calibration=[IMAGES[:16], IMAGES[16:]], sequential=sequential, progress=False
+    )
+    assert packed["body.weight"].kind == ("scalar" if method.bits else "factors")
+    assert packed["up.weight"].transposed_groups == 2
+    path = tmp_path / "net.packed.safetensors"
+    fp.save(packed, path)
+    loaded = fp.load(path)
+    for name in packed:
+        assert_same_encoded(loaded[name], packed[name])
+    state = packed.state_dict()
+    for name, values in loaded.state_dict().items():
+        assert_same_tensor(values, state[name])
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+def test_layers_are_given_the_moments_they_should_be(sequential: bool) -> None:
+    net = Net().eval()
+    method = fp.SecondOrder(bits=3)
+    packed = fp.compress(net, method, calibration=[IMAGES], sequential=sequential, progress=False)
+    calibration = fp.calibrate(net, [IMAGES])
+    before = Net().eval()
+    for name in ("stem.weight", "body.weight", "up.weight"):
+        before.get_parameter(name).data.copy_(decode(packed[name]))
+    moments = calibration.moments(["last"], net, before if sequential else None)["last"]
+    assert (moments.cross is not None) == sequential
+    expected = method.encode(net.last.weight.detach(), 0, moments)
+    assert torch.equal(packed["last.weight"].parts["codes"], expected.parts["codes"])
+
+
+def test_moments_give_better_answers_than_none() -> None:
+    net = Net().eval()
+    errors = []
+    for method in (fp.SecondOrder(bits=3), fp.Scalar(3)):
+        layers = dict.fromkeys(("stem.weight", "up.weight", "head.weight"), fp.Keep())
+        packed = fp.compress(net, method, layers=layers, calibration=[IMAGES], progress=False)
+        compressed = packed.load_into(Net().eval())
+        with torch.no_grad():
+            errors.append(relative_error(compressed(IMAGES), net(IMAGES)))
+    assert errors[0] < 0.7 * errors[1]
+
+
+def test_the_latents_of_a_kernel_s_basis_decode_by_hand() -> None:
+    layer = seeded_layer(nn.Conv2d(4, 6, 3))
+    encoded = fp.SecondOrder(step=0.1, tile=9).encode(
+        layer.weight.detach(), 0, moments_of(layer, correlated(4, 4, 9, 9))
+    )
+    parts = encoded.parts
+    codebook = parts["codebook"].double() * parts["codebook_scale"].double()
+    latent = parts["latent"].double() * parts["latent_scale"].double()
+    assert_close(decode(encoded), (codebook @ latent).T.reshape(6, 4, 3, 3))
