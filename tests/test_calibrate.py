@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, linear
 
 import factorpack as fp
 from factorpack.calibrate import Calibration, evaluating
-from factorpack.record import LayerSample
+from factorpack.record import LayerMoments, LayerSample
+from factorpack.solve.moments import unfolded
 from factorpack.solve.projected import FactorProblem
 from tests.helpers import assert_close, assert_same_encoded, raw, seeded
 
@@ -383,3 +386,140 @@ def test_a_model_without_tensors_has_nothing_to_calibrate() -> None:
     with pytest.raises(fp.SourceError, match="no samples"):
         fp.compress(nn.ReLU(), calibration=[], progress=False)
     assert len(fp.compress(nn.ReLU(), calibration=[seeded(2, 2)], progress=False)) == 0
+
+
+# -- moments -----------------------------------------------------------------------------------------
+
+
+def moments_by_hand(net: Net, name: str, inputs: Tensor, originals: Tensor | None = None) -> LayerMoments:
+    """In float64, from all positions of one batch."""
+    layer = net.get_submodule(name)
+    u = unfolded(layer, inputs.double())
+    v = u if originals is None else unfolded(layer, originals.double())
+    cross = None if originals is None else v.transpose(1, 2) @ u / u.shape[1]
+    return LayerMoments(u.transpose(1, 2) @ u / u.shape[1], u.mean(1), cross, v.mean(1))
+
+
+def assert_same_moments(found: LayerMoments, expected: LayerMoments) -> None:
+    assert_close(found.second, expected.second)
+    assert_close(found.mean, expected.mean)
+    assert_close(found.original_mean, expected.original_mean)
+    assert (found.cross is None) == (expected.cross is None)
+    if found.cross is not None and expected.cross is not None:
+        assert_close(found.cross, expected.cross)
+
+
+@pytest.mark.parametrize("names", [[name] for name in LAYERS] + [LAYERS], ids=str)
+def test_moments_are_those_of_the_inputs_computed_by_hand(names: list[str]) -> None:
+    net = Net().eval()
+    found = fp.calibrate(net, [IMAGES[:5], IMAGES[5:]]).moments(names, net)
+    assert list(found) == names
+    for name in names:
+        assert_same_moments(found[name], moments_by_hand(net, name, by_hand(net, IMAGES)[name]))
+
+
+@pytest.mark.parametrize("names", [["grouped"], LAYERS], ids=str)
+def test_moments_of_a_compressed_network_stand_beside_the_original_s(names: list[str]) -> None:
+    net, compressed = Net().eval(), Net().eval()
+    with torch.no_grad():
+        for parameter in compressed.parameters():
+            parameter.add_(0.1 * seeded(*parameter.shape, seed=77))
+    found = fp.calibrate(net, [IMAGES[:3], IMAGES[3:]]).moments(names, net, compressed)
+    for name in names:
+        inputs, originals = by_hand(compressed, IMAGES)[name], by_hand(net, IMAGES)[name]
+        assert_same_moments(found[name], moments_by_hand(net, name, inputs, originals))
+
+
+@pytest.mark.parametrize("names", [["1"], ["0", "1", "4"]], ids=str)
+def test_moments_of_a_layer_that_runs_twice_are_of_both(names: list[str]) -> None:
+    shared = nn.Linear(8, 8)
+    model = nn.Sequential(nn.Linear(8, 8), shared, nn.Tanh(), shared, nn.Linear(8, 8))
+    inputs = seeded(40, 8)
+    first = model[0](inputs).detach()
+    both = torch.cat([first, shared(first).detach().tanh()]).double()
+    moments = fp.calibrate(model, inputs).moments(names, model)["1"]
+    assert_close(moments.second[0], both.T @ both / 80)
+    assert_close(moments.mean[0], both.mean(0))
+
+
+def test_moments_are_of_what_a_layer_saw_and_not_of_what_became_of_it() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, values: Tensor) -> Tensor:
+            values = self.first(values)
+            values += self.second(values)
+            return values.relu_()
+
+    model, inputs = InPlace(), seeded(40, 8)
+    calibration = fp.calibrate(model, inputs)
+    seen = model.first(inputs).detach().double()
+    assert_close(calibration.moments(["first", "second"], model)["second"].second[0], seen.T @ seen / 40)
+
+
+def test_many_positions_are_drawn_from_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough of all batches together, and never fewer than sixteen an input of the layer."""
+    monkeypatch.setitem(Calibration._rows.__globals__, "MOST_ROWS", 100)
+    net = Net().eval()
+    calibration = fp.calibrate(net, IMAGES.split(2))
+    assert calibration._rows(net, "stem") == 16 * 27 / 4
+    monkeypatch.setitem(Calibration._rows.__globals__, "MOST_ROWS", 1000)
+    assert calibration._rows(net, "stem") == 1000 / 4
+
+
+@pytest.mark.parametrize("names", [["used", "unused"], ["unused"]], ids=str)
+def test_a_layer_that_never_runs_has_no_moments(names: list[str]) -> None:
+    net, data = Idle(), seeded(8, 16)
+    with pytest.raises(fp.SourceError, match="layer 'unused' does not run on the calibration data"):
+        fp.calibrate(net, data).moments(names, net)
+
+
+def test_moments_leave_the_model_alone() -> None:
+    net = Net().train()
+    net.body.eval()
+    before = snapshot(net)
+    calibration = fp.calibrate(net, IMAGES)
+    with evaluating(net):
+        calibration.moments(LAYERS, net, copy.deepcopy(net))
+    assert snapshot(net) == before
+
+
+def test_inputs_that_are_no_numbers_have_no_moments() -> None:
+    net = Net().eval()
+    images = IMAGES.clone()
+    images[0, 0, 0, 0] = math.nan
+    with pytest.raises(fp.SourceError, match="layer 'stem' sees or gives NaN or infinity"):
+        fp.calibrate(net, images).moments(["stem"], net)
+
+
+# -- inputs kept aside -------------------------------------------------------------------------------
+
+
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=5).filter(lambda sizes: sum(sizes) > 1),
+    share=st.floats(0, 1),
+)
+def test_a_split_keeps_every_input_once(sizes: list[int], share: float) -> None:
+    model, inputs = nn.Linear(3, 2), seeded(sum(sizes), 3)
+    whole = fp.calibrate(model, inputs.split(sizes))
+    first, held = whole.split(share)
+    assert torch.equal(torch.cat([*first.batches, *held.batches]), inputs)
+    assert all(len(batch) for batch in (*first.batches, *held.batches))
+    assert len(held) == min(max(round(share * len(whole)), 1), len(whole) - 1)
+    assert len(first) + len(held) == len(whole) == sum(sizes)
+    assert first.order == held.order == whole.order
+
+
+def test_a_split_cuts_every_argument_of_a_dictionary() -> None:
+    net = Net().eval()
+    whole = fp.calibrate(net, [{"images": IMAGES, "offset": seeded(8, 16)}])
+    first, held = whole.split(0.25)
+    assert [tuple(v.shape) for v in first.batches[0].values()] == [(6, 3, 9, 9), (6, 16)]
+    assert torch.equal(held.batches[0]["offset"], seeded(8, 16)[6:])
+
+
+def test_one_input_cannot_be_split() -> None:
+    with pytest.raises(fp.SourceError, match="one calibration sample cannot be split in two"):
+        fp.calibrate(nn.Linear(3, 2), seeded(1, 3)).split(0.5)

@@ -112,7 +112,9 @@ def test_codes_are_as_wide_as_they_come_out() -> None:
 
 def test_a_step_too_fine_for_any_code_is_an_error() -> None:
     """Codes beyond 16 bits cannot be stored, and a clipped weight is another weight."""
-    with pytest.raises(PlanError, match="at step 1e-06 codes go up to .*, expected a step at which 16 bits do"):
+    with pytest.raises(
+        PlanError, match=r"at step 1e-06 codes go up to .*, expected a step at which 16 bits do"
+    ):
         fp.SecondOrder(step=1e-6).encode(seeded(10, 16))
 
 
