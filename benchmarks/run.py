@@ -25,6 +25,11 @@ STUDIES = {
     "thresholding": "benchmarks.studies.thresholding",
     "cifar": "benchmarks.studies.cifar",
     "fewshot": "benchmarks.studies.fewshot",
+    "rate": "benchmarks.studies.rate",
+    "budget": "benchmarks.studies.budget",
+    "ablation": "benchmarks.studies.budget",
+    "cost": "benchmarks.studies.cost",
+    "codes": "benchmarks.studies.codes",
 }
 """Study -> the module whose `run(**case)` returns its result."""
 

@@ -20,6 +20,7 @@ from benchmarks.data import cifar10, normalized, shuffled
 from benchmarks.measure import top1
 from benchmarks.training import Augmented, Case, cifar_net, device, spread
 from factorpack.methods import METHODS, from_fields
+from factorpack.norms import small_leftovers
 
 
 def run(
@@ -79,9 +80,7 @@ def _compressed(net: nn.Module, case: Case, images: torch.Tensor) -> fp.Packed:
 
 
 def _folded(packed: fp.Packed, model: nn.Module) -> fp.Packed:
-    from factorpack.norms import fold
-
-    return fold(packed, model)
+    return fp.Packed(small_leftovers(packed, model), packed.aliases)
 
 
 def _measured(packed: fp.Packed, net: nn.Module, test: tuple[torch.Tensor, torch.Tensor]) -> Case:

@@ -6,14 +6,16 @@
 >>> model.load_state_dict(fp.load("model.packed.safetensors").state_dict())  # doctest: +SKIP
 """
 
+from factorpack.budget import Planner
 from factorpack.calibrate import calibrate
 from factorpack.decode import decode
 from factorpack.errors import FactorpackError, FormatError, PlanError, SourceError, WeightError
-from factorpack.methods import QSPCA, Keep, Scalar
+from factorpack.methods import QSPCA, Keep, Scalar, SecondOrder
 from factorpack.model import Packed, compress, compress_to, export, load, save
 from factorpack.record import Encoded
 from factorpack.solve.projected import ProjectedGradient
 from factorpack.tune.finetune import Schedule, finetune
+from factorpack.tune.reconstruct import reconstruct
 
 __version__ = "0.1.0"
 
@@ -25,9 +27,11 @@ __all__ = [
     "Keep",
     "Packed",
     "PlanError",
+    "Planner",
     "ProjectedGradient",
     "Scalar",
     "Schedule",
+    "SecondOrder",
     "SourceError",
     "WeightError",
     "calibrate",
@@ -37,5 +41,6 @@ __all__ = [
     "export",
     "finetune",
     "load",
+    "reconstruct",
     "save",
 ]

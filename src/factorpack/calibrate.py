@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from factorpack.errors import SourceError
-from factorpack.record import LayerSample
+from factorpack.record import LayerMoments, LayerSample
+from factorpack.solve.moments import MomentsOf
+
+MOST_ROWS = 1 << 17
+"""Positions that are enough for the moments of any layer with few inputs."""
 
 
 class _ReachedLayer(Exception):
@@ -26,10 +33,31 @@ class Calibration:
 
     def __init__(self, model: nn.Module, batches: Iterable[Any], samples: int = 64) -> None:
         self.batches = _take(batches, samples)
-        self.order = _execution_order(model, self.batches[0])
+        runs = _executions(model, self.batches[0])
+        self.order = list(dict.fromkeys(runs))
+        self._repeated = {name for name, count in Counter(runs).items() if count > 1}
 
     def __len__(self) -> int:
         return sum(_batch_size(batch) for batch in self.batches)
+
+    def split(self, share: float) -> tuple[Calibration, Calibration]:
+        """All but the last `share` of the inputs, and those; at least one each."""
+        total = len(self)
+        if total < 2:
+            raise SourceError("one calibration sample cannot be split in two, expected at least two")
+        held = min(max(round(share * total), 1), total - 1)
+        parts: tuple[list[Any], list[Any]] = ([], [])
+        place = 0
+        for batch in self.batches:
+            size = _batch_size(batch)
+            cut = min(max(total - held - place, 0), size)
+            for part, piece in zip(parts, (_slice(batch, 0, cut), _slice(batch, cut, size)), strict=True):
+                if _batch_size(piece):
+                    part.append(piece)
+            place += size
+        first, second = copy.copy(self), copy.copy(self)
+        first.batches, second.batches = parts
+        return first, second
 
     def sample(self, name: str, original: nn.Module, compressed: nn.Module) -> LayerSample:
         """Inputs of layer `name` in the compressed network, outputs of it in the original one."""
@@ -47,6 +75,33 @@ class Calibration:
             return answer
 
         return LayerSample(torch.cat(inputs), torch.cat(outputs), apply)
+
+    def moments(
+        self, layers: Sequence[str], original: nn.Module, compressed: nn.Module | None = None
+    ) -> dict[str, LayerMoments]:
+        """Second moments of the inputs of some layers, of all batches, in one pass over them.
+
+        With `compressed` they are those the compressed network feeds the layers, beside the original's. A
+        layer that runs several times counts each time.
+        """
+        gathered = {
+            name: MomentsOf(original.get_submodule(name), self._rows(original, name)) for name in layers
+        }
+        ends = len(layers) == 1 and layers[0] not in self._repeated
+        for batch in self.batches:
+            wanted = _inputs_of(original, layers, batch, ends)
+            seen = wanted if compressed is None else _inputs_of(compressed, layers, batch, ends)
+            for name, running in gathered.items():
+                _check_finite(name, [*wanted[name], *seen[name]])
+                for mine, originals in zip(seen[name], wanted[name], strict=True):
+                    running.add(mine, None if compressed is None else originals)
+        return {name: running.result() for name, running in gathered.items()}
+
+    def _rows(self, model: nn.Module, name: str) -> int:
+        """Positions to take of a batch: enough of all batches together to know a layer's K inputs well."""
+        weight = model.get_submodule(name).weight
+        assert isinstance(weight, Tensor)
+        return math.ceil(max(MOST_ROWS, 16 * weight[0].numel()) / len(self.batches))
 
 
 def calibrate(model: nn.Module, batches: Iterable[Any], samples: int = 64) -> Calibration:
@@ -101,21 +156,21 @@ def _batch_size(batch: Any) -> int:
     return len(first) if first.dim() else 0
 
 
+def _slice(inputs: Any, start: int, stop: int) -> Any:
+    if isinstance(inputs, Tensor):
+        return inputs[start:stop]
+    return {key: value[start:stop] for key, value in inputs.items()}
+
+
 def _take(batches: Iterable[Any], samples: int) -> list[Any]:
     """The first `samples` inputs, batch by batch."""
     taken: list[Any] = []
     left = samples
     for batch in [batches] if isinstance(batches, Tensor) else batches:
-        inputs, size = _inputs(batch), _batch_size(batch)
-        if size > left:
-            keep = left
-            inputs = (
-                inputs[:keep]
-                if isinstance(inputs, Tensor)
-                else {key: value[:keep] for key, value in inputs.items()}
-            )
-        taken.append(inputs)
-        left -= min(size, left)
+        inputs, size = _inputs(batch), min(_batch_size(batch), left)
+        if size:
+            taken.append(_slice(inputs, 0, size))
+        left -= size
         if left == 0:
             break
     if left == samples:
@@ -123,8 +178,8 @@ def _take(batches: Iterable[Any], samples: int) -> list[Any]:
     return taken
 
 
-def _execution_order(model: nn.Module, batch: Any) -> list[str]:
-    """Names of the modules that have a weight of their own, in the order in which they first run."""
+def _executions(model: nn.Module, batch: Any) -> list[str]:
+    """Names of the modules that have a weight of their own, in the order in which they run."""
     order: list[str] = []
     hooks = [
         module.register_forward_pre_hook(lambda _module, _args, name=name: order.append(name))
@@ -136,7 +191,7 @@ def _execution_order(model: nn.Module, batch: Any) -> list[str]:
     finally:
         for hook in hooks:
             hook.remove()
-    return list(dict.fromkeys(order))
+    return order
 
 
 def _input_of(model: nn.Module, name: str, batch: Any) -> Tensor:
@@ -155,6 +210,36 @@ def _input_of(model: nn.Module, name: str, batch: Any) -> Tensor:
     if not found or not isinstance(found[0], Tensor):
         raise SourceError(f"layer {name!r} does not run on the calibration data, so nothing is known of it")
     return found[0]
+
+
+def _inputs_of(model: nn.Module, names: Sequence[str], batch: Any, ends: bool) -> dict[str, list[Tensor]]:
+    """What each of some layers gets, call by call, when the model runs on a batch.
+
+    A pass that `ends` does so at the first of them: the rest of the network has nothing to add.
+    """
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def catch(name: str) -> Callable[[nn.Module, Sequence[Any]], None]:
+        def hook(_module: nn.Module, arguments: Sequence[Any]) -> None:
+            if ends:
+                found[name].append(arguments[0].detach())
+                raise _ReachedLayer
+            found[name].append(arguments[0].detach().clone())  # what follows may work in place
+
+        return hook
+
+    hooks = [model.get_submodule(name).register_forward_pre_hook(catch(name)) for name in names]
+    try:
+        _run(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    idle = [name for name, inputs in found.items() if not inputs]
+    if idle:
+        raise SourceError(
+            f"layer {idle[0]!r} does not run on the calibration data, so nothing is known of it"
+        )
+    return found
 
 
 def _run(model: nn.Module, batch: Any) -> None:

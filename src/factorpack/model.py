@@ -10,15 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from factorpack.budget import Planner, Work, budget_bytes, compress_to_budget, compress_to_loss
 from factorpack.calibrate import Calibration, calibrate, evaluating
 from factorpack.decode import decode
-from factorpack.errors import FactorpackError, SourceError
+from factorpack.errors import FactorpackError, PlanError, SourceError
 from factorpack.format.container import Reader, Writer, write_plain
 from factorpack.methods import QSPCA, Method, samples_of
+from factorpack.methods.protocol import wants_moments
 from factorpack.plan.rules import Choice, Rules
 from factorpack.progress import Progress
-from factorpack.record import DTYPES, Encoded, LayerSample
+from factorpack.record import DTYPES, Encoded, LayerMoments, LayerSample
 from factorpack.size import SizeReport, size_report
+from factorpack.solve.moments import has_moments
 from factorpack.source import Source, open_source, weight_of
 
 DEFAULT_METHOD = QSPCA(rank=256, latent_bits=5)
@@ -119,31 +122,55 @@ def compress(
     source: Checkpoint,
     method: Method | None = None,
     *,
+    ratio: float | None = None,
+    max_bytes: int | None = None,
+    max_loss: float | None = None,
     layers: Mapping[str, Method] | None = None,
     exclude: Sequence[str] = (),
     calibration: Calibration | Iterable[Any] | None = None,
     sequential: bool = True,
+    planner: Planner | None = None,
     progress: bool = True,
 ) -> Packed:
-    """Compresses a model, a state dict or a checkpoint on disk with `method`.
+    """Compresses a model, a state dict or a checkpoint on disk: with `method`, or into a budget.
 
-    Methods with a solver need a model and `calibration`: batches of inputs, or `calibrate`'s result. The
-    layers are then visited in execution order, and each sees the inputs that the layers compressed before
-    it produce (the original's with `sequential=False`).
+    A budget is one of `ratio` (FP32 bytes over the file's), `max_bytes`, and `max_loss` (nats of
+    Kullback-Leibler divergence from the original's answers on an eighth of the calibration data, kept
+    aside). Steps, bases, ranks, bits and zeros are then chosen for every weight, `planner` says how. With
+    `calibration`, batches of inputs or `calibrate`'s result, and a model, it is the outputs that are kept
+    close; without, the weights.
+
+    With a `method` instead, one that wants data needs `calibration` too. The layers are then visited in
+    execution order, and each sees the inputs that the layers compressed before it produce (the original's
+    with `sequential=False`).
 
     `layers` maps patterns to methods of their own and `exclude` lists patterns to keep raw; a pattern is
-    a glob, or a regular expression behind `re:`. Norms, biases and the first convolution stay raw, the
-    classifier gets 4-bit codes: plan/rules.py has the rules, and each tensor's `note` the one it met.
+    a glob, or a regular expression behind `re:`. With a method, norms, biases and the first convolution
+    stay raw and the classifier gets 4-bit codes: plan/rules.py has the rules, and each tensor's `note` the
+    one it met.
 
+    >>> packed = compress(model, ratio=20, calibration=batches)  # doctest: +SKIP
     >>> packed = compress(model, QSPCA(rank=128, latent_bits=3, sparsity=0.2))  # doctest: +SKIP
     """
     opened = open_source(source)
-    plan = Rules(method or DEFAULT_METHOD, layers or {}, exclude).plan(opened)
-    if calibration is None:
-        return Packed(dict(_encode_all(opened, plan, progress)), opened.aliases)
-    if not isinstance(source, nn.Module):
+    if calibration is not None and not isinstance(source, nn.Module):
         raise SourceError(f"calibration runs a model, and the source is a {type(source).__name__}")
-    tensors = dict(_encode_calibrated(source, opened, plan, calibration, sequential, progress))
+    model = source if isinstance(source, nn.Module) else None
+    budgets = [budget for budget in (ratio, max_bytes, max_loss) if budget is not None]
+    if budgets:
+        if len(budgets) > 1 or method is not None:
+            raise PlanError("give one of a method, ratio, max_bytes and max_loss")
+        work = Work(opened, model, calibration, planner or Planner(), layers or {}, exclude, progress)
+        if max_loss is not None:
+            return Packed(compress_to_loss(work, max_loss), opened.aliases)
+        wanted = max_bytes if max_bytes is not None else budget_bytes(opened, ratio)
+        return Packed(compress_to_budget(work, wanted), opened.aliases)
+    if planner is not None:
+        raise PlanError("a planner meets a budget: give a ratio, max_bytes or max_loss")
+    plan = Rules(method or DEFAULT_METHOD, layers or {}, exclude).plan(opened)
+    if model is None or calibration is None:
+        return Packed(dict(_encode_all(opened, plan, progress)), opened.aliases)
+    tensors = dict(_encode_calibrated(model, opened, plan, calibration, sequential, progress))
     return Packed({name: tensors[name] for name in plan}, opened.aliases)
 
 
@@ -224,7 +251,11 @@ def _encode_calibrated(
             for name in order:
                 bar.show(name)
                 layer = name.removesuffix("weight").removesuffix(".")
-                sample = calibration.sample(layer, model, compressed) if wanted[name] else None
+                sample = (
+                    _sample(calibration, layer, model, compressed, plan[name].method)
+                    if wanted[name]
+                    else None
+                )
                 encoded = _encode(name, source, plan[name], sample)
                 if sequential and name in targets:
                     targets[name].data.copy_(decode(encoded))
@@ -232,11 +263,24 @@ def _encode_calibrated(
                 bar.advance(name, encoded.numel)
 
 
+def _sample(
+    calibration: Calibration, layer: str, model: nn.Module, compressed: nn.Module, method: Method
+) -> LayerSample | LayerMoments | None:
+    """What a method wants to know of a layer; a layer whose inputs cannot be unfolded has no moments."""
+    if not wants_moments(method):
+        return calibration.sample(layer, model, compressed)
+    if not has_moments(model.get_submodule(layer)):
+        return None
+    return calibration.moments([layer], model, None if compressed is model else compressed)[layer]
+
+
 def _numel(source: Source) -> int:
     return sum(torch.Size(entry.shape).numel() for entry in source.entries.values())
 
 
-def _encode(name: str, source: Source, choice: Choice, sample: LayerSample | None = None) -> Encoded:
+def _encode(
+    name: str, source: Source, choice: Choice, sample: LayerSample | LayerMoments | None = None
+) -> Encoded:
     try:
         weight = source.entries[name].load()
         encoded = choice.method.encode(weight, source.transposed_groups.get(name, 0), sample)

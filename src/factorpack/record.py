@@ -86,3 +86,25 @@ class LayerSample:
         held = min(max(round(share * len(self.inputs)), 1), len(self.inputs) - 1)
         last = replace(self, inputs=self.inputs[-held:], outputs=self.outputs[-held:])
         return self.first(len(self.inputs) - held), last
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerMoments:
+    """What second-order methods need of a layer's inputs u, group by group; means are over positions."""
+
+    second: Tensor
+    """E[u u^T] in the network as compressed so far: (groups, K, K)."""
+    mean: Tensor
+    """E[u]: (groups, K)."""
+    cross: Tensor | None
+    """E[u' u^T] with u' the original network's inputs; None where they are the same."""
+    original_mean: Tensor
+    """E[u']: (groups, K)."""
+
+    def centred(self) -> LayerMoments:
+        """The moments about the mean, for a layer whose mean output is put right afterwards."""
+        second = self.second - self.mean[:, :, None] * self.mean[:, None, :]
+        cross = self.cross
+        if cross is not None:
+            cross = cross - self.original_mean[:, :, None] * self.mean[:, None, :]
+        return replace(self, second=second, cross=cross)

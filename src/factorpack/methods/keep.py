@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError, WeightError
-from factorpack.record import DTYPES, Encoded, LayerSample
+from factorpack.record import DTYPES, Encoded, LayerMoments, LayerSample
 
 _FLOATS = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point}
 
@@ -41,7 +41,7 @@ class Keep:
         self,
         weight: Tensor,
         transposed_groups: int = 0,
-        sample: LayerSample | None = None,  # noqa: ARG002
+        sample: LayerSample | LayerMoments | None = None,  # noqa: ARG002
     ) -> Encoded:
         if weight.dtype not in DTYPES.values():
             raise WeightError(f"{weight.dtype} cannot be stored, known are {', '.join(DTYPES)}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError, WeightError
-from factorpack.record import Encoded, LayerSample
+from factorpack.record import Encoded, LayerMoments, LayerSample
 
 
 class Method(Protocol):
@@ -19,12 +19,13 @@ class Method(Protocol):
     name: ClassVar[str]
 
     def encode(
-        self, weight: Tensor, transposed_groups: int = 0, sample: LayerSample | None = None
+        self, weight: Tensor, transposed_groups: int = 0, sample: LayerSample | LayerMoments | None = None
     ) -> Encoded:
         """Compresses one weight; `transposed_groups` as in `Encoded`.
 
         A method whose `samples` is above zero is handed a sample of the layer's inputs and outputs where
-        the caller has calibration data; the others may ignore it.
+        the caller has calibration data, or, with `wants_moments`, their second moments; the others may
+        ignore it.
         """
         ...
 
@@ -32,6 +33,11 @@ class Method(Protocol):
 def samples_of(method: Method) -> int:
     """How many calibration samples of a layer a method wants; most want none."""
     return int(getattr(method, "samples", 0))
+
+
+def wants_moments(method: Method) -> bool:
+    """Whether what it wants to know of a layer is the moments of its inputs, not a sample of them."""
+    return bool(getattr(method, "wants_moments", False))
 
 
 def from_fields(methods: Mapping[str, type[Method]], fields: Mapping[str, Any]) -> Method:

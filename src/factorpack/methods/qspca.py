@@ -13,7 +13,7 @@ from factorpack.errors import PlanError
 from factorpack.methods.protocol import as_finite, build, check_type
 from factorpack.methods.scalar import Scalar
 from factorpack.quantize.uniform import Clip, check_bits, fit_scale, from_codes, to_codes
-from factorpack.record import Encoded, LayerSample
+from factorpack.record import Encoded, LayerMoments, LayerSample
 from factorpack.solve.factor import best_latent, principal_basis
 from factorpack.solve.projected import FactorProblem, ProjectedGradient
 from factorpack.solve.threshold import entries_kept, extra_zero_mask
@@ -77,9 +77,9 @@ class QSPCA:
         return self.solver.samples if self.solver is not None else 0
 
     def encode(
-        self, weight: Tensor, transposed_groups: int = 0, sample: LayerSample | None = None
+        self, weight: Tensor, transposed_groups: int = 0, sample: LayerSample | LayerMoments | None = None
     ) -> Encoded:
-        if self.solver is not None and sample is None:
+        if self.solver is not None and not isinstance(sample, LayerSample):
             raise PlanError("a QSPCA with a solver looks at a layer's outputs: it needs calibration data")
         working = as_finite(weight)
         tile, rank = self.fit(working.numel())
@@ -90,7 +90,7 @@ class QSPCA:
         mean = matrix.mean(1, keepdim=True, dtype=torch.float64).float() if self.center else None
         if mean is not None:
             matrix = matrix - mean
-        if self.solver is None or sample is None:
+        if self.solver is None or not isinstance(sample, LayerSample):
             parts, extra_zeros = self._factorize(matrix, rank)
         else:
 

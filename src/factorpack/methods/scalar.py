@@ -10,7 +10,7 @@ from torch import Tensor
 from factorpack.errors import PlanError
 from factorpack.methods.protocol import as_finite, check_type
 from factorpack.quantize.uniform import Clip, check_bits, fit_scale, to_codes
-from factorpack.record import Encoded, LayerSample
+from factorpack.record import Encoded, LayerMoments, LayerSample
 from factorpack.tiles import out_first
 
 
@@ -33,7 +33,7 @@ class Scalar:
         self,
         weight: Tensor,
         transposed_groups: int = 0,
-        sample: LayerSample | None = None,  # noqa: ARG002
+        sample: LayerSample | LayerMoments | None = None,  # noqa: ARG002
     ) -> Encoded:
         if weight.dim() == 0:
             raise PlanError("a single number has no channels to quantize: keep it")

@@ -3,7 +3,7 @@
 1. A tensor that matches `exclude` is kept raw.
 2. A weight that matches a pattern of `layers` gets that pattern's method; the first match wins.
 3. What is no weight is kept: integers, vectors (biases, norms), empty tensors, a single output channel.
-4. Unless the method is Scalar or Keep, which suit anything: the first convolution is kept, a depthwise
+4. Unless the method is Scalar, SecondOrder or Keep, which suit anything: the first convolution is kept, a depthwise
    convolution gets 8-bit codes, the classifier 4-bit codes, as in the paper.
 5. Everything else gets the method.
 """
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from factorpack.errors import PlanError
-from factorpack.methods import Keep, Method, Scalar
+from factorpack.methods import Keep, Method, Scalar, SecondOrder
 from factorpack.record import dtype_name
 from factorpack.source import Entry, Source, natural
 
@@ -71,7 +71,7 @@ class Rules:
             return Choice(self.layers[matched], f"chosen by {matched!r}")
         if reason:
             return Choice(Keep(), reason)
-        if isinstance(self.method, Scalar | Keep):
+        if isinstance(self.method, Scalar | SecondOrder | Keep):
             return Choice(self.method)
         if is_first:
             return Choice(Keep(), "first convolution")

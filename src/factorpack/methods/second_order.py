@@ -1,0 +1,151 @@
+"""SecondOrder: rounding that keeps a layer's output, with error feedback, in a basis over its tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from factorpack.errors import PlanError
+from factorpack.methods.protocol import as_finite, check_type
+from factorpack.quantize.uniform import (
+    MAX_STORED_BITS,
+    check_bits,
+    code_dtype,
+    code_range,
+    fit_scale,
+    storable,
+)
+from factorpack.record import Encoded, LayerMoments, LayerSample
+from factorpack.solve.code_length import HIGH_RATE
+from factorpack.solve.feedback import round_with_feedback
+from factorpack.solve.second_order import CODEBOOK_BITS, DAMPING, Basis, Problem, problem, tile_basis
+from factorpack.tiles import out_first
+
+
+@dataclass(frozen=True, slots=True)
+class SecondOrder:
+    """Codes of one `step` for a whole layer, as wide as they come out, or of `bits` with a scale a channel.
+
+    Each column's rounding error is fed into the columns not yet rounded, so that the layer's *output*
+    changes least; `price` is what a bit of the entropy-coded file is worth, in squared steps. With
+    `tile` above 1 the codes are latents of a basis over tiles of that many weights, such as a 3x3 kernel.
+    Without calibration data the weights themselves are kept closest instead.
+    """
+
+    step: float | None = None
+    bits: int | None = None
+    tile: int = 1
+    price: float = HIGH_RATE
+    damping: float = DAMPING
+    samples: int = 256
+    """Calibration samples a layer needs."""
+
+    name: ClassVar[str] = "second_order"
+    wants_moments: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if (self.step is None) == (self.bits is None):
+            raise PlanError(f"step is {self.step} and bits {self.bits}: give exactly one of them")
+        for field in ("tile", "samples"):
+            check_type(field, getattr(self, field), int)
+        for field in ("price", "damping", *(["step"] if self.step is not None else [])):
+            check_type(field, getattr(self, field), float, int)
+        if self.bits is not None:
+            check_type("bits", self.bits, int)
+            check_bits("bits", self.bits)
+        if self.step is not None and not 0 < self.step < inf:
+            raise PlanError(f"step is {self.step}, expected a number above 0")
+        least = self.tile >= 1 and self.samples >= 0
+        if not (least and 0 <= self.price < inf and 0 < self.damping < inf):
+            raise PlanError(
+                f"tile {self.tile}, samples {self.samples}, price {self.price}, damping {self.damping}: "
+                "expected from 1 up, from 0 up, from 0 up, and above 0"
+            )
+
+    def encode(
+        self,
+        weight: Tensor,
+        transposed_groups: int = 0,
+        sample: LayerSample | LayerMoments | None = None,
+    ) -> Encoded:
+        if isinstance(sample, LayerSample):
+            raise PlanError("second-order rounding takes moments of a layer's inputs, not a sample of them")
+        if weight.dim() < 2:
+            raise PlanError("second-order rounding is for weights of two dimensions or more: keep this one")
+        rows = rows_of(weight, transposed_groups)
+        if self.bits is not None:
+            return self._fixed_width(weight, rows, transposed_groups, sample, self.bits)
+        assert self.step is not None
+        tile = self.tile if rows.shape[1] % self.tile == 0 else 1
+        basis = tile_basis(rows, tile, sample) if tile > 1 else None
+        posed = problem(rows, sample, basis, self.damping)
+        encoded = encode_at(posed, self.step, weight, transposed_groups, self.price)
+        if tile != self.tile:
+            return encoded.noted(
+                f"no basis: {self.tile} does not divide the {rows.shape[1]} weights of a filter"
+            )
+        return encoded
+
+    def _fixed_width(
+        self, weight: Tensor, rows: Tensor, groups: int, moments: LayerMoments | None, bits: int
+    ) -> Encoded:
+        scale = fit_scale(rows, bits).to(rows.device)
+        posed = problem(rows, moments, None, self.damping)
+        latent = posed.latent
+        low, high = code_range(bits)
+
+        def clamped(column: int, values: Tensor) -> Tensor:  # noqa: ARG001
+            return values.round().clamp_(low, high)
+
+        step = scale.to(latent).reshape(latent.shape[:2]).clamp_min(torch.finfo(latent.dtype).tiny)
+        if posed.factor is None:
+            codes = clamped(0, latent / step[:, :, None])
+        else:
+            codes, _ = round_with_feedback(latent, posed.factor, step, clamped)
+        parts = {"codes": codes.reshape(rows.shape).to(torch.int8).contiguous(), "scale": scale}
+        return Encoded("scalar", tuple(weight.shape), weight.dtype, parts, {"codes": bits}, groups)
+
+
+def rows_of(weight: Tensor, transposed_groups: int = 0) -> Tensor:
+    """The weight as a matrix, a row an output channel: (out, K)."""
+    return out_first(as_finite(weight), transposed_groups).flatten(1)
+
+
+def encode_at(
+    posed: Problem, step: float, weight: Tensor, transposed_groups: int, price: float = HIGH_RATE
+) -> Encoded:
+    """The weight's codes at one step, as a scalar or a factors tensor."""
+    stored = storable(torch.tensor([[step]], device=posed.latent.device))
+    codes, _ = posed.round(stored.float().reshape(1), price)
+    largest = float(codes.abs().max())
+    if largest > code_range(MAX_STORED_BITS)[1]:
+        raise PlanError(
+            f"at step {step} codes go up to {largest:.3g}, expected a step at which {MAX_STORED_BITS} bits do"
+        )
+    return as_encoded(codes[0], stored, posed.basis, weight, transposed_groups)
+
+
+def as_encoded(
+    codes: Tensor, step: Tensor, basis: Basis | None, weight: Tensor, transposed_groups: int
+) -> Encoded:
+    """Codes (groups, rows, K) of one step, (1, 1), as they are stored."""
+    matrix = codes.flatten(0, 1)  # (out, K)
+    bits = min(max(2, int(matrix.abs().max()).bit_length() + 1), MAX_STORED_BITS)
+    matrix = matrix.clamp(*code_range(bits)).to(code_dtype(bits))
+    shape = tuple(weight.shape)
+    if basis is None:
+        parts = {"codes": matrix.contiguous(), "scale": step}
+        return Encoded("scalar", shape, weight.dtype, parts, {"codes": bits}, transposed_groups)
+    tile = len(basis.codes)
+    parts = {
+        "codebook": basis.codes.contiguous(),
+        "codebook_scale": basis.scale,
+        "latent": matrix.reshape(-1, tile).T.contiguous(),  # (d, out * K/d)
+        "latent_scale": step,
+    }
+    widths = {"codebook": CODEBOOK_BITS, "latent": bits}
+    return Encoded("factors", shape, weight.dtype, parts, widths, transposed_groups)

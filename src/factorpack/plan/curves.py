@@ -1,0 +1,63 @@
+"""Rate-distortion curves: what each weight takes in bytes, and costs in loss, at rising steps."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import log2, sqrt
+
+from factorpack.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One weight, from fine steps to coarse ones."""
+
+    steps: Sequence[float]
+    bytes: Sequence[int]
+    losses: Sequence[float]
+    """Nats of divergence from the original's answers, by the sensitivity; relative squared weight error
+    where there are no calibration data."""
+    numel: int
+    tile: int
+    step_at_unit_slope: float
+    """Steps of equal slope across weights are this times one number for the whole model."""
+
+    def bytes_at(self, step: float) -> float:
+        """Interpolated; below the finest step a halving costs a bit a weight, above the coarsest nothing changes."""
+        if step <= self.steps[0]:
+            return self.bytes[0] + self.numel / 8 * log2(self.steps[0] / step)
+        return _between(self.steps, self.bytes, step)
+
+    def loss_at(self, step: float) -> float:
+        if step <= self.steps[0]:
+            return self.losses[0] * (step / self.steps[0]) ** 2
+        return _between(self.steps, self.losses, step)
+
+
+def _between(steps: Sequence[float], values: Sequence[float], step: float) -> float:
+    if step >= steps[-1]:
+        return values[-1]
+    right = bisect_left(steps, step)
+    share = log2(step / steps[right - 1]) / log2(steps[right] / steps[right - 1])
+    return values[right - 1] + share * (values[right] - values[right - 1])
+
+
+def allocate(curves: Mapping[str, Curve], budget: float) -> dict[str, float]:
+    """A step for every weight, of equal slope, so that the bytes together meet the budget."""
+
+    def total(multiplier: float) -> float:
+        return sum(curve.bytes_at(curve.step_at_unit_slope * multiplier) for curve in curves.values())
+
+    # From 2^-40 of the finest step of any curve to the coarsest of any.
+    low = min(curve.steps[0] / curve.step_at_unit_slope for curve in curves.values()) * 2.0**-40
+    high = max(curve.steps[-1] / curve.step_at_unit_slope for curve in curves.values())
+    if total(high) > budget:
+        raise PlanError(
+            f"the weights take {total(high):.0f} bytes at least, and {budget:.0f} are left for them"
+        )
+    for _ in range(120):
+        middle = sqrt(low * high)
+        low, high = (middle, high) if total(middle) > budget else (low, middle)
+    return {name: curve.step_at_unit_slope * high for name, curve in curves.items()}

@@ -1,0 +1,162 @@
+"""A weight posed for rounding: its basis chosen by rate and distortion, its curve, its size at a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from factorpack.format.streams import estimated_part_bytes, split_of
+from factorpack.methods.second_order import as_encoded, rows_of
+from factorpack.plan.curves import Curve
+from factorpack.quantize.uniform import storable
+from factorpack.record import Encoded, LayerMoments
+from factorpack.solve.code_length import HIGH_RATE
+from factorpack.solve.second_order import DAMPING, Problem, problem, tile_basis
+
+LARGE_TILES = (16, 256)
+"""Tiles tried beside none and the kernel: a small one, and the paper's."""
+OCTAVES = (-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0)
+GAUSSIAN_BITS = 2.05
+"""Entropy of a Gaussian rounded at a step of its own standard deviation, for fine steps: log2 sqrt(2 pi e)."""
+NUMBERS_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What every weight of a model is rounded by."""
+
+    price: float = HIGH_RATE
+    damping: float = DAMPING
+    basis: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Posed:
+    """One weight with its problem; `sensitivity` is None where nothing is known of its outputs."""
+
+    weight: Tensor
+    transposed_groups: int
+    problem: Problem
+    sensitivity: float | None
+    rounding: Rounding
+
+    @property
+    def tile(self) -> int:
+        return 1 if self.problem.basis is None else len(self.problem.basis.codes)
+
+    def step_at_unit_slope(self) -> float:
+        """Loss is half a sum over codes of a importance step^2 / 12: equal where step ~ (a importance)^-1/2.
+
+        Without data every weight matters as much as its energy: the step is relative to it.
+        """
+        if self.sensitivity is None:
+            return float(self.problem.latent.square().mean().sqrt().clamp_min(1e-30))
+        importance = float(self.problem.importance().mean())
+        return 1.0 / sqrt(max(self.sensitivity * importance, 1e-30))
+
+    def at(self, steps: list[float]) -> list[tuple[Encoded, float]]:
+        """The weight at some steps, and the loss each of them leaves."""
+        many = max(1, NUMBERS_AT_ONCE // self.problem.latent.numel())
+        found: list[tuple[Encoded, float]] = []
+        for start in range(0, len(steps), many):
+            found += self._at(steps[start : start + many])
+        return found
+
+    def _at(self, steps: list[float]) -> list[tuple[Encoded, float]]:
+        device = self.problem.latent.device
+        # Finer steps would need more than the 16 bits a code may have, feedback's growth allowed for.
+        finest = float(self.problem.latent.abs().max()) * 2.0**-14
+        stored = [storable(torch.tensor([[max(step, finest)]], device=device)) for step in steps]
+        exact = torch.tensor([float(step) for step in stored], device=device)
+        codes, errors = self.problem.round(exact, self.rounding.price)
+        if self.sensitivity is None:
+            losses = errors / self.problem.latent.square().sum().clamp_min(1e-30)
+        else:
+            losses = errors * (self.sensitivity / 2)
+        return [
+            (as_encoded(code, step, self.problem.basis, self.weight, self.transposed_groups), float(loss))
+            for code, step, loss in zip(codes, stored, losses, strict=True)
+        ]
+
+
+def pose(
+    weight: Tensor,
+    transposed_groups: int,
+    moments: LayerMoments | None,
+    sensitivity: float | None,
+    tile: int,
+    rounding: Rounding,
+) -> Posed:
+    """A weight in the basis of a given tile; 1 is none."""
+    rows = rows_of(weight, transposed_groups)
+    basis = tile_basis(rows, tile, moments) if tile > 1 else None
+    solved = problem(rows, moments, basis, rounding.damping)
+    return Posed(weight, transposed_groups, solved, sensitivity, rounding)
+
+
+def best_pose(
+    weight: Tensor,
+    transposed_groups: int,
+    moments: LayerMoments | None,
+    sensitivity: float | None,
+    bits: float,
+    rounding: Rounding,
+) -> Posed:
+    """The weight in the basis with the least loss + slope * bytes near `bits` a weight, C counted."""
+    best, least = None, float("inf")
+    reference = None
+    for tile in _tiles(weight, transposed_groups) if rounding.basis else [1]:
+        posed = pose(weight, transposed_groups, moments, sensitivity, tile, rounding)
+        if reference is None:
+            reference = middle_step(posed, bits) / posed.step_at_unit_slope()
+        ((encoded, loss),) = posed.at([reference * posed.step_at_unit_slope()])
+        # On curves of equal slope a bit is worth this much loss.
+        slope = rounding.price * reference**2
+        slope *= 0.5 if sensitivity is not None else 1.0 / weight.numel()
+        cost = loss + slope * 8 * coded_bytes(encoded)
+        if cost < least:
+            best, least = posed, cost
+    assert best is not None
+    return best
+
+
+def curve(posed: Posed, bits: float) -> Curve:
+    """Seven octaves of steps about `bits` a weight."""
+    middle = middle_step(posed, bits)
+    steps = [middle * 2.0**octave for octave in OCTAVES]
+    found = posed.at(steps)
+    return Curve(
+        steps,
+        [coded_bytes(encoded) for encoded, _ in found],
+        [loss for _, loss in found],
+        posed.weight.numel(),
+        posed.tile,
+        posed.step_at_unit_slope(),
+    )
+
+
+def middle_step(posed: Posed, bits: float) -> float:
+    """The step at which a Gaussian of the latent's spread takes `bits` a number."""
+    spread = float(posed.problem.latent.square().mean().sqrt())
+    return max(spread, 1e-30) * float(2.0 ** (GAUSSIAN_BITS - max(bits, 0.5)))
+
+
+def coded_bytes(encoded: Encoded) -> int:
+    """A weight's bytes in the file, but for its line in the schema."""
+    return sum(
+        estimated_part_bytes(part, encoded.bits.get(name, 0), split_of(encoded, name))
+        for name, part in encoded.parts.items()
+    )
+
+
+def _tiles(weight: Tensor, transposed_groups: int) -> list[int]:
+    rows = rows_of(weight, transposed_groups)
+    kernel = weight[0, 0].numel() if weight.dim() > 2 else 1
+    wanted = [1, kernel, *LARGE_TILES]
+    # C must be cheap beside the codes, and a tile lie inside one filter.
+    return [
+        t for t in dict.fromkeys(wanted) if rows.shape[1] % t == 0 and (t == 1 or t * t * 8 <= weight.numel())
+    ]

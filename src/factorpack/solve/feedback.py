@@ -1,0 +1,94 @@
+"""Rounding with error feedback: each column's rounding error is made up for by the columns after it.
+
+For the output error tr(E H E^T) of a weight error E, take U upper triangular with U^T U = H^-1. Rounding
+column j leaves e_j = (w_j - q_j s) / U_jj, and the columns behind it give way by e_j U_j,:; in the end
+tr(E H E^T) = sum_j ||e_j||^2.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from factorpack.solve.code_length import CodeLengths
+
+BLOCK = 128
+
+
+class Rounding(Protocol):
+    """How a column of numbers in units of the step becomes codes."""
+
+    def __call__(self, column: int, values: Tensor) -> Tensor:
+        """Integers, as floats, for `values` (batch, rows) of column number `column`."""
+        ...
+
+
+def nearest(column: int, values: Tensor) -> Tensor:  # noqa: ARG001
+    return values.round()
+
+
+def feedback_factor(second: Tensor, damping: float = 0.01) -> Tensor:
+    """U of (batch, K, K) second moments, upper triangular, U^T U = (H + damping mean(diag H) I)^-1.
+
+    Damping keeps directions that the sample hardly shows from being given away.
+    """
+    level = ridge(second)
+    for attempt in (damping, 10 * damping, 100 * damping, 1.0):
+        # The Cholesky factor of H read backwards is the inverse of U read backwards.
+        lower, failed = torch.linalg.cholesky_ex((second + attempt * level).flip(-1, -2))
+        if not failed.any():
+            break
+    identity = torch.eye(second.shape[-1], dtype=second.dtype, device=second.device).expand_as(lower)
+    factor: Tensor = torch.linalg.solve_triangular(lower, identity, upper=False).flip(-1, -2)
+    return factor.contiguous()
+
+
+def ridge(second: Tensor) -> Tensor:
+    """The mean of each moment matrix's diagonal, times the identity: (batch, K, K)."""
+    level = second.diagonal(dim1=-2, dim2=-1).mean(-1)
+    # A group whose inputs are all zero still needs one, far below its neighbours'.
+    level = level.clamp_min(max(1e-4 * level.mean().item(), 1e-30))
+    return torch.diag_embed(level[:, None].expand(-1, second.shape[-1]))
+
+
+def round_with_feedback(
+    target: Tensor, factor: Tensor, step: Tensor, rounding: Rounding = nearest
+) -> tuple[Tensor, Tensor]:
+    """Codes for (batch, rows, K) numbers, and the output error each row of them leaves: (batch, rows).
+
+    `factor` is (batch or 1, K, K), `step` broadcasts over (batch, rows). Codes are whole floats.
+    """
+    left = target.clone()
+    codes = torch.empty_like(target)
+    error = target.new_zeros(target.shape[:2])
+    size = target.shape[-1]
+    for start in range(0, size, BLOCK):
+        stop = min(start + BLOCK, size)
+        block = left[:, :, start:stop].contiguous()
+        code, given = _round_block(block, factor, start, step, rounding)
+        codes[:, :, start:stop] = code
+        error += given.square().sum(-1)
+        left[:, :, stop:] -= given @ factor[:, start:stop, stop:]
+    return codes, error
+
+
+def _round_block(
+    block: Tensor, factor: Tensor, start: int, step: Tensor, rounding: Rounding
+) -> tuple[Tensor, Tensor]:
+    """Codes of a block of columns, from `start` on, and what each leaves, e_j."""
+    if block.is_cuda and isinstance(rounding, CodeLengths):
+        from factorpack.solve.feedback_triton import round_block  # only where there is a GPU
+
+        return round_block(block, factor, start, step, rounding)
+    stop = start + block.shape[2]
+    local = factor[:, start:stop, start:stop]
+    codes, given = torch.empty_like(block), torch.empty_like(block)
+    for index in range(stop - start):
+        column = block[:, :, index]
+        code = rounding(start + index, column / step)
+        residue = (column - code * step) / local[:, index, index, None]
+        codes[:, :, index], given[:, :, index] = code, residue
+        block[:, :, index + 1 :] -= residue[:, :, None] * local[:, None, index, index + 1 :]
+    return codes, given

@@ -1,0 +1,75 @@
+"""Second moments of what a layer's weight multiplies, gathered batch by batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from factorpack.record import LayerMoments
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def has_moments(layer: nn.Module) -> bool:
+    """Whether a layer is one whose inputs can be unfolded: linear or a plain convolution."""
+    return isinstance(layer, (nn.Linear, *CONVOLUTIONS))
+
+
+def unfolded(layer: nn.Module, inputs: Tensor) -> Tensor:
+    """The vectors u with y = W u at each position: (groups, positions, in/groups * h * w).
+
+    W is the weight with everything but its output channels flattened, group by group.
+    """
+    if isinstance(layer, nn.Linear):
+        return inputs.reshape(1, -1, layer.in_features)
+    assert isinstance(layer, CONVOLUTIONS)
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    padded = functional.pad(inputs, layer._reversed_padding_repeated_twice, mode)
+    axes = len(layer.kernel_size)
+    for axis, (size, stride, dilation) in enumerate(
+        zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
+    ):
+        windows = padded.unfold(2 + axis, dilation * (size - 1) + 1, stride)
+        padded = windows[..., ::dilation]
+    # (n, channels, *positions, *kernel) -> (groups, n * positions, channels/groups * kernel)
+    samples, channels = padded.shape[:2]
+    split = padded.reshape(samples, layer.groups, channels // layer.groups, *padded.shape[2:])
+    spots, kernel = range(3, 3 + axes), range(3 + axes, 3 + 2 * axes)
+    ordered = split.permute(1, 0, *spots, 2, *kernel)
+    return ordered.reshape(layer.groups, -1, layer.weight[0].numel())
+
+
+class MomentsOf:
+    """Running sums over batches for one layer; `of_original` is what the uncompressed network feeds it."""
+
+    def __init__(self, layer: nn.Module, most_rows: int) -> None:
+        self._layer = layer
+        self._most_rows = most_rows
+        self._sums: list[Tensor] = []
+        self._rows = 0
+
+    def add(self, inputs: Tensor, of_original: Tensor | None = None) -> None:
+        """Adds the positions of one batch: all of them, or some spread evenly where there are many."""
+        seen = self._positions(inputs)
+        wanted = seen if of_original is None else self._positions(of_original)
+        parts = [seen.transpose(1, 2) @ seen, seen.sum(1)]
+        if of_original is not None:
+            parts += [wanted.transpose(1, 2) @ seen, wanted.sum(1)]
+        parts = [part.double() if part.dim() == 2 else part for part in parts]
+        self._sums = parts if not self._sums else [a.add_(b) for a, b in zip(self._sums, parts, strict=True)]
+        self._rows += seen.shape[1]
+
+    def _positions(self, inputs: Tensor) -> Tensor:
+        rows = unfolded(self._layer, inputs.float())
+        count = rows.shape[1]
+        if count <= self._most_rows:
+            return rows
+        # Multiples of the golden ratio are spread evenly and fall in step with no picture's width.
+        spread = torch.arange(self._most_rows, dtype=torch.float64, device=rows.device) * 0.6180339887498949
+        return rows[:, ((spread % 1.0) * count).long()]
+
+    def result(self) -> LayerMoments:
+        second, total, *original = (part / self._rows for part in self._sums)
+        cross, original_mean = original if original else (None, total)
+        return LayerMoments(second, total.float(), cross, original_mean.float())
