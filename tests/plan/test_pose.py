@@ -123,6 +123,14 @@ def test_a_basis_is_taken_only_where_it_is_cheap_beside_the_codes() -> None:
     assert best_pose(smooth_kernels(4, 2), 0, None, None, 3.0, Rounding()).tile == 1
 
 
+def test_the_same_kernels_get_a_basis_only_where_they_are_many() -> None:
+    """C takes a hundred bytes whatever it is for."""
+    many = smooth_kernels(64, 64) + 0.8 * seeded(64, 64, 3, 3, seed=9)
+    few = many[:12, :12].contiguous()
+    assert best_pose(many, 0, None, None, 3.0, Rounding()).tile == 9
+    assert best_pose(few, 0, None, None, 3.0, Rounding()).tile == 1
+
+
 @pytest.mark.parametrize("tile", [1, 9])
 def test_the_best_basis_has_the_least_bytes_at_the_loss_it_has(tile: int) -> None:
     """Against the other choice at the same loss, found by interpolation on its curve."""

@@ -91,8 +91,8 @@ def test_positions_are_summed_and_channels_averaged() -> None:
 
     inputs = seeded(50, 6)
     flat = measured(linear, inputs, ["0"])["0"]
-    pooled = measured(Pooled(), inputs[:, :, None, None].expand(-1, -1, 3, 4), ["conv"])["conv"]
-    assert pooled == pytest.approx(flat / 12, rel=1e-4)
+    pooled = measured(Pooled(), inputs[:, :, None, None].expand(-1, -1, 3, 5), ["conv"])["conv"]
+    assert pooled == pytest.approx(flat / 15, rel=1e-4)
 
 
 def test_a_layer_that_runs_twice_counts_twice() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -96,6 +98,35 @@ def test_column_by_column_is_all_at_once_for_wide_codes() -> None:
     assert (values.abs() > REACH).float().mean() > 0.5
     for column in range(20):
         assert torch.equal(lengths(column, values[:, :, column]), whole[:, :, column])
+
+
+@given(value=st.floats(REACH + 1, 30_000), price=st.floats(0, 1e5))
+def test_beyond_reach_a_doubling_costs_two_bits(value: float, price: float) -> None:
+    """With nothing else to choose by: the neighbour is taken where it saves more than it is off."""
+    nothing = torch.zeros(1, CLASSES, 2 * REACH + 1, dtype=torch.float64)
+    lengths = CodeLengths(nothing, torch.zeros(1, 1).long(), torch.zeros(1, 1).long(), price)
+    values = torch.full((1, 1, 1), value, dtype=torch.float64)
+    near = float(values.round())
+    saved = price * 2 * math.log2(near / (near - 1))
+    worse = (value - near + 1) ** 2 - (value - near) ** 2
+    if abs(saved - worse) > 1e-6:
+        assert float(lengths.all(values)) == (near - 1 if saved > worse else near)
+
+
+def test_a_class_trusts_its_own_counts() -> None:
+    """Codes that are all +1 or -1 take a bit, not what a Laplacian of their spread would give them."""
+    values = seeded(1, 20, 20).sign()
+    bits = priced(values, 0.0).table[0, CLASSES // 2, [REACH - 1, REACH, REACH + 1]]
+    assert float(bits[[0, 2]].max()) < 1.1
+    assert float(bits[1]) > 6
+
+
+def test_a_class_with_few_codes_leans_on_a_laplacian() -> None:
+    """Four numbers tell the spread, not that the codes between and beyond them never come."""
+    bits = priced(torch.tensor([[[3.0, -3.0], [3.0, 3.0]]]), 0.0).table[
+        0, CLASSES // 2, REACH - 4 : REACH + 5
+    ]
+    assert float(bits.max()) < 8
 
 
 @pytest.mark.parametrize("groups", [1, 2, 6])
