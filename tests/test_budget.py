@@ -301,8 +301,8 @@ def test_nothing_to_compress() -> None:
         ({"max_bytes": "9 kB"}, "max_bytes is '9 kB'"),
         ({"max_loss": 0.0}, "max_loss is 0.0: expected a number above 0, a model, and calibration data"),
         ({"max_loss": 0.1, "calibration": None}, "max_loss is 0.1: expected .* calibration data"),
-        ({"planner": Planner()}, "a planner meets a budget"),
-        ({"planner": Planner(), "method": fp.Scalar(4)}, "a planner meets a budget"),
+        ({"planner": Planner()}, "a planner .*meets? a budget"),
+        ({"planner": Planner(), "method": fp.Scalar(4)}, "a planner .*meets? a budget"),
     ],
 )
 def test_impossible_settings(settings: dict[str, Any], message: str) -> None:
