@@ -30,11 +30,13 @@ def run(
     latent_scales: str = "row",
     sort: str = "value",
     when: str = "layer by layer",
+    sequential: bool = True,
 ) -> dict[str, Any]:
     """`rows` are the table's: a name, the solver's settings, and the paper's numbers.
 
     With `when` = "after all layers" nothing is thresholded until the whole network has been optimised, so
-    that no layer can make up for what the threshold does to those before it.
+    that no layer can make up for what the threshold does to those before it. Without `sequential` a layer
+    is given the original network's inputs, not those the layers compressed before it produce.
     """
     if when == "after all layers":
         return _thresholded_last(model, ranks[0], latent_bits, sparsities, rows, latent_scales, sort)
@@ -45,13 +47,25 @@ def run(
         if rank == ranks[0] or row.get("rank_search", False)
         for sparsity, paper in zip(sparsities, row["paper"], strict=True)
     ]
-    work = partial(_cell, model=model, latent_bits=latent_bits, latent_scales=latent_scales, sort=sort)
+    work = partial(
+        _cell,
+        model=model,
+        latent_bits=latent_bits,
+        latent_scales=latent_scales,
+        sort=sort,
+        sequential=sequential,
+    )
     table = spread(work, cases, workers)
     return {"fp32": top1(pretrained(model).to(device()), imagenet_val()), "table": table}
 
 
 def _cell(
-    case: dict[str, Any], model: str, latent_bits: int, latent_scales: Literal["row", "column"], sort: Any
+    case: dict[str, Any],
+    model: str,
+    latent_bits: int,
+    latent_scales: Literal["row", "column"],
+    sort: Any,
+    sequential: bool,
 ) -> dict[str, Any]:
     net = pretrained(model).to(device())
     calibration = [normalized(shuffled(imagenet_train())[0][:64].to(device()))]
@@ -63,7 +77,7 @@ def _cell(
         clip="minmax",
         solver=fp.ProjectedGradient(**case["solver"], sort=sort),
     )
-    packed = fp.compress(net, method, calibration=calibration, progress=False)
+    packed = fp.compress(net, method, calibration=calibration, sequential=sequential, progress=False)
     described = {field: value for field, value in case.items() if field != "solver"}
     return {**described, **measured(packed, model, imagenet_val())}
 

@@ -22,7 +22,7 @@ from factorpack.plan.rules import Rules
 from factorpack.report.tables import human_bytes, plain, printable, size_json, size_table
 from factorpack.report.verify import verify as verify_packed
 from factorpack.size import SizeReport
-from factorpack.tune.commands import evaluate, finetune
+from factorpack.tune.commands import compress_into_budget, evaluate, finetune
 
 # A pipe has no width: 80 columns would fold every line of a table.
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
@@ -42,6 +42,31 @@ def compress(
         ),
     ],
     output: Output,
+    ratio: Annotated[
+        float | None, typer.Option(help="Make the file this many times smaller than FP32, planned by itself.")
+    ] = None,
+    max_bytes: Annotated[
+        int | None, typer.Option("--bytes", help="Or: a file of at most this many bytes.")
+    ] = None,
+    max_loss: Annotated[
+        float | None,
+        typer.Option(help="Or: the smallest file whose answers diverge by at most this many nats. Slow."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="What makes the model: module:callable, as torchvision.models:resnet18."),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="A folder of pictures, no labels needed: keep the model's outputs close."),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(help="Pictures to calibrate on; more is better, up to 1,000.")
+    ] = 256,
+    image_size: Annotated[int, typer.Option(help="Side of the square pictures the model takes.")] = 224,
+    curves: Annotated[
+        Path | None, typer.Option(help="Keep rate-distortion curves here (JSON), for this and later budgets.")
+    ] = None,
     method: Annotated[
         str | None,
         typer.Option(
@@ -73,13 +98,19 @@ def compress(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compress a checkpoint into one small, safe file. No data, no model code and no GPU needed.
+    """Compress a checkpoint into one small, safe file.
 
-    Biases, norms and the first convolution stay raw, the classifier gets 4-bit codes.
+    With --ratio or --bytes everything is chosen for you, and the file meets the budget: never over it, at
+    most 1 % under. That needs no data and no model; with both (--model, --calibration) the same bytes keep
+    far more accuracy. With a method instead, biases, norms and the first convolution stay raw and the
+    classifier gets 4-bit codes.
 
     Examples:
 
-        factorpack compress resnet18.safetensors -o small.safetensors
+        factorpack compress resnet18.safetensors -o small.safetensors --ratio 12
+
+        factorpack compress resnet18.safetensors -o small.safetensors --ratio 20
+        --model torchvision.models:resnet18 --calibration pictures/
 
         factorpack compress model.pt -o small.safetensors --rank 128 --latent-bits 3 --sparsity 0.2
 
@@ -99,16 +130,28 @@ def compress(
         "clip": clip,
         "dtype": dtype,
     }
-    rules = _rules(method, {key: value for key, value in settings.items() if value is not None}, recipe)
+    given = {key: value for key, value in settings.items() if value is not None}
     started = time.perf_counter()
-    packed = fp.compress_to(
-        output,
-        source,
-        rules.method,
-        layers=rules.layers,
-        exclude=[*rules.exclude, *(exclude or [])],
-        progress=not as_json,
-    )
+    budget = {"ratio": ratio, "max_bytes": max_bytes, "max_loss": max_loss}
+    if any(value is not None for value in budget.values()):
+        if method is not None or given or recipe is not None:
+            raise PlanError("a budget chooses methods and settings itself: give one or the other")
+        packed = compress_into_budget(
+            source, budget, model, calibration, samples, image_size, exclude or [], curves, not as_json
+        )
+        fp.save(packed, output)
+    else:
+        if model is not None or calibration is not None or curves is not None:
+            raise PlanError("--model, --calibration and --curves serve a budget: give --ratio or --bytes")
+        rules = _rules(method, given, recipe)
+        packed = fp.compress_to(
+            output,
+            source,
+            rules.method,
+            layers=rules.layers,
+            exclude=[*rules.exclude, *(exclude or [])],
+            progress=not as_json,
+        )
     seconds = time.perf_counter() - started
     report = packed.size()
     if as_json:

@@ -17,6 +17,7 @@ from factorpack.errors import FactorpackError, PlanError, SourceError
 from factorpack.format.container import Reader, Writer, write_plain
 from factorpack.methods import QSPCA, Method, samples_of
 from factorpack.methods.protocol import wants_moments
+from factorpack.plan.curves import Curve
 from factorpack.plan.rules import Choice, Rules
 from factorpack.progress import Progress
 from factorpack.record import DTYPES, Encoded, LayerMoments, LayerSample
@@ -45,6 +46,8 @@ class Packed(Mapping[str, Encoded]):
         self._tensors = tensors
         self.aliases = dict(aliases or {})
         self._reader = reader
+        self.curves: Mapping[str, Curve] = {}
+        """Rate-distortion curves of the weights, where a budget was planned on them just now."""
 
     def __getitem__(self, name: str) -> Encoded:
         return self._tensors[self.aliases.get(name, name)]
@@ -130,6 +133,7 @@ def compress(
     calibration: Calibration | Iterable[Any] | None = None,
     sequential: bool = True,
     planner: Planner | None = None,
+    curves: str | Path | None = None,
     progress: bool = True,
 ) -> Packed:
     """Compresses a model, a state dict or a checkpoint on disk: with `method`, or into a budget.
@@ -138,7 +142,8 @@ def compress(
     Kullback-Leibler divergence from the original's answers on an eighth of the calibration data, kept
     aside). Steps, bases, ranks, bits and zeros are then chosen for every weight, `planner` says how. With
     `calibration`, batches of inputs or `calibrate`'s result, and a model, it is the outputs that are kept
-    close; without, the weights.
+    close; without, the weights. The rate-distortion curves of all weights are in the result's `curves`,
+    and in the file of that name, where the next budget for the same model finds them.
 
     With a `method` instead, one that wants data needs `calibration` too. The layers are then visited in
     execution order, and each sees the inputs that the layers compressed before it produce (the original's
@@ -160,18 +165,23 @@ def compress(
     if budgets:
         if len(budgets) > 1 or method is not None:
             raise PlanError("give one of a method, ratio, max_bytes and max_loss")
-        work = Work(opened, model, calibration, planner or Planner(), layers or {}, exclude, progress)
+        kept = Path(curves) if curves is not None else None
+        work = Work(opened, model, calibration, planner or Planner(), layers or {}, exclude, kept, progress)
         if max_loss is not None:
-            return Packed(compress_to_loss(work, max_loss), opened.aliases)
-        wanted = max_bytes if max_bytes is not None else budget_bytes(opened, ratio)
-        return Packed(compress_to_budget(work, wanted), opened.aliases)
-    if planner is not None:
-        raise PlanError("a planner meets a budget: give a ratio, max_bytes or max_loss")
+            tensors, measured = compress_to_loss(work, max_loss)
+        else:
+            wanted = max_bytes if max_bytes is not None else budget_bytes(opened, ratio)
+            tensors, measured = compress_to_budget(work, wanted)
+        packed = Packed(tensors, opened.aliases)
+        packed.curves = measured
+        return packed
+    if planner is not None or curves is not None:
+        raise PlanError("a planner and its curves meet a budget: give a ratio, max_bytes or max_loss")
     plan = Rules(method or DEFAULT_METHOD, layers or {}, exclude).plan(opened)
     if model is None or calibration is None:
         return Packed(dict(_encode_all(opened, plan, progress)), opened.aliases)
-    tensors = dict(_encode_calibrated(model, opened, plan, calibration, sequential, progress))
-    return Packed({name: tensors[name] for name in plan}, opened.aliases)
+    encoded = dict(_encode_calibrated(model, opened, plan, calibration, sequential, progress))
+    return Packed({name: encoded[name] for name in plan}, opened.aliases)
 
 
 def compress_to(

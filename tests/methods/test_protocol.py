@@ -32,7 +32,7 @@ def test_tables_become_methods(fields: dict[str, Any], expected: Method) -> None
 
 @pytest.mark.parametrize("name", ["QSPCA", "", "os.system", None, 3, ["qspca"]])
 def test_an_unknown_method_lists_the_known_ones(name: object) -> None:
-    with pytest.raises(PlanError, match=r"unknown method .*, known are qspca, scalar, keep"):
+    with pytest.raises(PlanError, match=r"unknown method .*, known are qspca, scalar, second_order, keep"):
         from_fields(METHODS, {"method": name})
 
 

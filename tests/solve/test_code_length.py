@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -91,7 +89,6 @@ def test_column_by_column_is_all_at_once(seed: int, price: float) -> None:
 
 
 def test_column_by_column_is_all_at_once_for_wide_codes() -> None:
-    """Beyond REACH a code costs what REACH does, and two bits more for each doubling."""
     values = 300.0 * seeded(1, 40, 20)
     lengths = priced(values, 2.0)
     whole = lengths.all(values)
@@ -101,16 +98,12 @@ def test_column_by_column_is_all_at_once_for_wide_codes() -> None:
 
 
 @given(value=st.floats(REACH + 1, 30_000), price=st.floats(0, 1e5))
-def test_beyond_reach_a_doubling_costs_two_bits(value: float, price: float) -> None:
-    """With nothing else to choose by: the neighbour is taken where it saves more than it is off."""
-    nothing = torch.zeros(1, CLASSES, 2 * REACH + 1, dtype=torch.float64)
-    lengths = CodeLengths(nothing, torch.zeros(1, 1).long(), torch.zeros(1, 1).long(), price)
+def test_beyond_reach_rounding_is_to_nearest(value: float, price: float) -> None:
+    rising = torch.arange(-REACH, REACH + 1, dtype=torch.float64).abs().expand(1, CLASSES, -1)
+    lengths = CodeLengths(rising, torch.zeros(1, 1).long(), torch.zeros(1, 1).long(), price)
     values = torch.full((1, 1, 1), value, dtype=torch.float64)
-    near = float(values.round())
-    saved = price * 2 * math.log2(near / (near - 1))
-    worse = (value - near + 1) ** 2 - (value - near) ** 2
-    if abs(saved - worse) > 1e-6:
-        assert float(lengths.all(values)) == (near - 1 if saved > worse else near)
+    assert torch.equal(lengths.all(values), values.round())
+    assert torch.equal(lengths.all(-values), -values.round())
 
 
 def test_a_class_trusts_its_own_counts() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import log2, sqrt
+from pathlib import Path
 
 from factorpack.errors import PlanError
+from factorpack.format.atomic import atomic_write
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +64,23 @@ def allocate(curves: Mapping[str, Curve], budget: float) -> dict[str, float]:
         middle = sqrt(low * high)
         low, high = (middle, high) if total(middle) > budget else (low, middle)
     return {name: curve.step_at_unit_slope * high for name, curve in curves.items()}
+
+
+def save_curves(path: Path, curves: Mapping[str, Curve], fingerprint: str) -> None:
+    """Writes curves as JSON, for people to look at and for the next compression to plan on."""
+    document = {"fingerprint": fingerprint, "curves": {name: asdict(curve) for name, curve in curves.items()}}
+    with atomic_write(path) as file:
+        file.write(json.dumps(document, indent=1).encode())
+
+
+def load_curves(path: Path, fingerprint: str) -> dict[str, Curve] | None:
+    """Curves of this very model, data and planner; None where the file has others, or is not there."""
+    try:
+        document = json.loads(path.read_text())
+        if document["fingerprint"] != fingerprint:
+            return None
+        return {name: Curve(**fields) for name, fields in document["curves"].items()}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PlanError(f"{path} holds no curves: {error!r}; remove it or name another file") from error

@@ -124,9 +124,10 @@ def best_pose(
 
 
 def curve(posed: Posed, bits: float) -> Curve:
-    """Seven octaves of steps about `bits` a weight."""
+    """Seven octaves of steps about `bits` a weight, and one at which nothing but zeros is left."""
     middle = middle_step(posed, bits)
     steps = [middle * 2.0**octave for octave in OCTAVES]
+    steps.append(max(2.0 * steps[-1], 4.0 * float(posed.problem.latent.abs().max())))
     found = posed.at(steps)
     return Curve(
         steps,

@@ -6,14 +6,15 @@ their magnitudes on a logarithmic scale. That is how format/entropy.py models th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 CLASSES = 24
 REACH = 64
-"""Codes beyond +-REACH are priced like REACH, with two bits more for each doubling."""
+"""Codes beyond +-REACH are rounded to nearest: so far out a neighbour costs hardly less."""
+WIDTH = 2 * REACH + 3
 HIGH_RATE = 0.11552453009332421
 """ln 2 / 6: bits buy squared error at this price, in squared steps, where steps are fine."""
 
@@ -29,15 +30,33 @@ class CodeLengths:
     column_class: Tensor
     price: float
     """What a bit is worth, in squared steps."""
+    gains: Tensor = field(init=False)
+    """Bits saved by the neighbour nearer to zero, from -REACH - 1 to REACH + 1: (batch, CLASSES * WIDTH)."""
+
+    def __post_init__(self) -> None:
+        rise = self.table.diff(dim=2)
+        gains = torch.zeros(*self.table.shape[:2], WIDTH, dtype=self.table.dtype, device=self.table.device)
+        gains[:, :, 1 : REACH + 1] = -rise[:, :, :REACH]
+        gains[:, :, REACH + 2 : -1] = rise[:, :, REACH:]
+        object.__setattr__(self, "gains", gains.flatten(1))
 
     def __call__(self, column: int, values: Tensor) -> Tensor:
-        classes = (self.row_class + self.column_class[:, column, None]).clamp_(0, CLASSES - 1)
-        return _shrunk(values, self.table, self.price, classes)
+        return self._cheaper(values, self.row_class + self.column_class[:, column, None])
 
     def all(self, values: Tensor) -> Tensor:
         """Every column at once, (batch, rows, columns): for rounding without feedback."""
-        classes = (self.row_class[:, :, None] + self.column_class[:, None, :]).clamp_(0, CLASSES - 1)
-        return _shrunk(values, self.table, self.price, classes)
+        return self._cheaper(values, self.row_class[:, :, None] + self.column_class[:, None, :])
+
+    def _cheaper(self, values: Tensor, classes: Tensor) -> Tensor:
+        """The nearest code, or its neighbour nearer to zero, the only other one worth a thought."""
+        near = values.round()
+        index = classes.clamp_(0, CLASSES - 1).mul_(WIDTH).add_(REACH + 1)
+        index += near.clamp(-REACH - 1, REACH + 1).long()
+        gain = self.gains.gather(1, index.flatten(1)).view(near.shape)
+        side = near.sign()
+        # (v - q + side)^2 - (v - q)^2 = 1 + 2 side (v - q)
+        worse = 1.0 + 2.0 * side * (values - near)
+        return torch.where(worse < self.price * gain, near - side, near)
 
     def by_group(self, groups: int) -> CodeLengths:
         """The same prices for a batch whose rows are split into groups, each an element of its own."""
@@ -58,12 +77,11 @@ def fit_lengths(values: Tensor, price: float = HIGH_RATE, rounds: int = 2) -> Co
     middle = _level(size.mean((1, 2)))
     row_class = (rows - middle[:, None]).round().long() + CLASSES // 2
     column_class = (columns - middle[:, None]).round().long()
-    classes = (row_class[:, :, None] + column_class[:, None, :]).clamp_(0, CLASSES - 1)
     table = values.new_zeros(len(values), CLASSES, 2 * REACH + 1)
     lengths = CodeLengths(table, row_class, column_class, price)
     for _ in range(rounds):
-        codes = _shrunk(values, lengths.table, price, classes)
-        lengths = CodeLengths(_table(codes, classes), row_class, column_class, price)
+        table = _table(lengths.all(values), row_class, column_class)
+        lengths = CodeLengths(table, row_class, column_class, price)
     return lengths
 
 
@@ -72,25 +90,11 @@ def _level(size: Tensor) -> Tensor:
     return 2.0 * torch.log2(size.clamp_min(1e-4))
 
 
-def _priced(codes: Tensor, table: Tensor, classes: Tensor) -> Tensor:
-    index = classes * (2 * REACH + 1) + REACH + codes.clamp(-REACH, REACH).long()
-    bits = table.flatten(1).gather(1, index.flatten(1)).reshape(codes.shape)
-    return bits + 2.0 * (codes.abs() / REACH).clamp_min(1.0).log2()
-
-
-def _shrunk(values: Tensor, table: Tensor, price: float, classes: Tensor) -> Tensor:
-    """The cheaper of the nearest code and its neighbour nearer to zero, the other one worth a thought."""
-    near = values.round()
-    inner = near - torch.sign(near)
-    gain = _priced(near, table, classes) - _priced(inner, table, classes)
-    worse = (values - inner).square_() - (values - near).square_()
-    return torch.where(worse < price * gain, inner, near)
-
-
-def _table(codes: Tensor, classes: Tensor) -> Tensor:
+def _table(codes: Tensor, row_class: Tensor, column_class: Tensor) -> Tensor:
     """Code lengths from counts: each class's own, leaning on a Laplacian of its spread where it is thin."""
     batch, width = len(codes), 2 * REACH + 1
-    index = classes * width + REACH + codes.clamp(-REACH, REACH).long()
+    index = (row_class[:, :, None] + column_class[:, None, :]).clamp_(0, CLASSES - 1).mul_(width).add_(REACH)
+    index += codes.clamp(-REACH, REACH).long()
     counts = codes.new_zeros(batch, CLASSES * width)
     counts.scatter_add_(1, index.flatten(1), torch.ones_like(codes).flatten(1))
     counts = counts.reshape(batch, CLASSES, width)

@@ -17,7 +17,7 @@ def _round_block(  # type: ignore[no-untyped-def]
     numbers,
     factor,
     step,
-    table,
+    gains,
     row_class,
     column_class,
     codes,
@@ -43,7 +43,7 @@ def _round_block(  # type: ignore[no-untyped-def]
     left = tl.load(numbers + line[:, None] * width + column[None, :], here[:, None] & inside[None, :], 0.0)
     unit = tl.load(step + line, here, 1.0)
     classes = tl.load(row_class + line, here, 0)
-    prices = table + batch * CLASSES * (2 * REACH + 1) + REACH
+    saved = gains + batch * CLASSES * (2 * REACH + 3) + REACH + 1
     corner = factor + batch * factor_stride + first * size + first
     for index in range(width):
         across = tl.load(corner + index * size + column, inside & (column >= index), 0.0)
@@ -51,16 +51,13 @@ def _round_block(  # type: ignore[no-untyped-def]
         number = tl.sum(tl.where((column == index)[None, :], left, 0.0), 1)
         value = number / unit
         near = tl.floor(value + 0.5)
-        inner = near - tl.where(near > 0, 1.0, 0.0) + tl.where(near < 0, 1.0, 0.0)
+        side = tl.where(near > 0, 1.0, 0.0) - tl.where(near < 0, 1.0, 0.0)
         kind = classes + tl.load(column_class + batch * size + first + index)
-        offset = tl.minimum(tl.maximum(kind, 0), CLASSES - 1) * (2 * REACH + 1)
-        near_at = tl.minimum(tl.maximum(near, -REACH), REACH).to(tl.int32)
-        inner_at = tl.minimum(tl.maximum(inner, -REACH), REACH).to(tl.int32)
-        gain = tl.load(prices + offset + near_at) - tl.load(prices + offset + inner_at)
-        gain += 2.0 * tl.log2(tl.maximum(tl.abs(near) / REACH, 1.0))
-        gain -= 2.0 * tl.log2(tl.maximum(tl.abs(inner) / REACH, 1.0))
-        worse = (value - inner) * (value - inner) - (value - near) * (value - near)
-        code = tl.where(worse < price * gain, inner, near)
+        offset = tl.minimum(tl.maximum(kind, 0), CLASSES - 1) * (2 * REACH + 3)
+        spot = tl.minimum(tl.maximum(near, -REACH - 1), REACH + 1).to(tl.int32)
+        gain = tl.load(saved + offset + spot)
+        worse = 1.0 + 2.0 * side * (value - near)
+        code = tl.where(worse < price * gain, near - side, near)
         residue = (number - code * unit) / own
         left -= residue[:, None] * tl.where(column > index, across, 0.0)[None, :]
         tl.store(codes + line * width + index, code, here)
@@ -79,7 +76,7 @@ def round_block(
         block,
         factor,
         step.expand(batch, rows).contiguous(),
-        lengths.table.contiguous(),
+        lengths.gains,
         lengths.row_class.to(torch.int32).contiguous(),
         lengths.column_class.to(torch.int32).contiguous(),
         codes,

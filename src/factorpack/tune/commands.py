@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ import typer
 from rich.console import Console
 from torch import nn
 
+from factorpack.budget import Planner
 from factorpack.errors import PlanError, SourceError
 from factorpack.format.container import is_packed
 from factorpack.methods.protocol import build, samples_of
@@ -23,7 +25,7 @@ from factorpack.tune.evaluate import Accuracy
 from factorpack.tune.evaluate import evaluate as measure
 from factorpack.tune.finetune import Schedule, is_main_process
 from factorpack.tune.finetune import finetune as tune
-from factorpack.tune.images import ImageFolder, image_folder, loader
+from factorpack.tune.images import ImageFolder, image_folder, loader, unlabelled
 
 # One line each, whatever the width, and brackets in a path are no markup.
 console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -166,6 +168,40 @@ def finetune(
     save(packed, output)
     state.unlink(missing_ok=True)
     _tell(output, model, data, (batch_size, image_size, workers), as_json)
+
+
+def compress_into_budget(
+    source: Path,
+    budget: Mapping[str, float | int | None],
+    model: str | None,
+    calibration: Path | None,
+    samples: int,
+    image_size: int,
+    exclude: list[str],
+    curves: Path | None,
+    progress: bool,
+) -> Packed:
+    """`factorpack compress` with a budget: from the weights alone, or from a model and unlabelled pictures."""
+    if calibration is not None and model is None:
+        raise PlanError(
+            "--calibration runs the model on pictures: say what makes it with --model module:callable"
+        )
+    given: Path | nn.Module = source
+    batches = None
+    if model is not None:
+        given = _weights_into(model_from(model), source).to(_device())
+    if calibration is not None:
+        batches = unlabelled(calibration, samples, image_size)
+    chosen = {key: value for key, value in budget.items() if value is not None}
+    return compress(
+        given,
+        exclude=exclude,
+        calibration=batches,
+        planner=Planner(samples=samples),
+        curves=curves,
+        progress=progress,
+        **chosen,  # type: ignore[arg-type]
+    )
 
 
 def _tell(output: Path, model: str, data: Path, reading: tuple[int, int, int], as_json: bool) -> None:

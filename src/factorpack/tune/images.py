@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +46,24 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, number = self.files[index]
         picture = _open(path)
-        picture = _random_crop(picture, self.side) if self.augment else _centre(picture, self.side)
-        pixels = torch.from_numpy(np.array(picture, dtype=np.float32)).permute(2, 0, 1) / 255
-        return (pixels - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1), number
+        return _normalized(
+            _random_crop(picture, self.side) if self.augment else _centre(picture, self.side)
+        ), number
+
+
+def unlabelled(folder: Path, samples: int, side: int = 224, batch_size: int = 32) -> Iterator[Tensor]:
+    """Batches of up to `samples` pictures from anywhere below a folder, spread evenly over all there are."""
+    if not folder.is_dir():
+        raise SourceError(f"there is no folder {folder}")
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    if not files:
+        raise SourceError(f"{folder} holds no pictures, {sorted(SUFFIXES)}")
+    count = min(samples, len(files))
+    chosen = [files[index * len(files) // count] for index in range(count)]
+    for start in range(0, count, batch_size):
+        yield torch.stack(
+            [_normalized(_centre(_open(path), side)) for path in chosen[start : start + batch_size]]
+        )
 
 
 def image_folder(data: Path, split: str) -> Path:
@@ -65,6 +81,11 @@ def loader(
         raise SourceError(f"{len(dataset)} pictures do not fill a batch of {batch_size}")
     pictures: Dataset[Any] = dataset  # the loader makes tensors of the labels
     return DataLoader(pictures, drop_last=shuffle, pin_memory=torch.cuda.is_available(), **options)
+
+
+def _normalized(picture: Image) -> Tensor:
+    pixels = torch.from_numpy(np.array(picture, dtype=np.float32)).permute(2, 0, 1) / 255
+    return (pixels - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
 
 
 def _open(path: Path) -> Image:

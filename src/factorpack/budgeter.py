@@ -1,0 +1,465 @@
+"""One model on its way into a number of bytes: curves, steps, codes, and the gap closed on real files."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from factorpack.calibrate import Calibration
+from factorpack.decode import decode
+from factorpack.errors import FactorpackError, PlanError
+from factorpack.format.container import Writer
+from factorpack.format.schema import EXPANSION
+from factorpack.format.streams import raw_bytes
+from factorpack.methods import Keep, Method, Scalar
+from factorpack.methods.protocol import check_type
+from factorpack.norms import DECIDED, correct_mean, norms_after, small_leftovers
+from factorpack.plan.curves import Curve, allocate, load_curves, save_curves
+from factorpack.plan.pose import Posed, Rounding, best_pose, coded_bytes, curve, pose
+from factorpack.plan.rules import Rules
+from factorpack.plan.search import Search
+from factorpack.plan.sensitivity import sensitivities
+from factorpack.progress import Progress
+from factorpack.record import Encoded, LayerMoments
+from factorpack.solve.code_length import HIGH_RATE
+from factorpack.solve.moments import has_moments
+from factorpack.solve.second_order import DAMPING
+from factorpack.source import Source, weight_of
+
+AIM = 0.997
+"""The share of a budget that is aimed at; between LEAST and 1 is good."""
+LEAST = 0.991
+SENSITIVITY_SAMPLES = 256
+MOMENT_BYTES = 1 << 30
+"""Moments of as many layers as fit are gathered in one pass over the calibration data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """How a budget is met; every ingredient can be left out, to see what it is worth."""
+
+    samples: int = 256
+    """Calibration inputs to use: more are better, up to a thousand."""
+    second_order: bool = True
+    """Error feedback on the layer's inputs; without it numbers are rounded one by one."""
+    sequential: bool = True
+    """Each layer sees what the layers compressed before it produce, and makes up for them."""
+    basis: bool = True
+    equal_slope: bool = True
+    """Steps from each layer's sensitivity; without it one step for all, relative to each weight's spread."""
+    correct_means: bool = True
+    fold_norms: bool = True
+    price: float = HIGH_RATE
+    damping: float = DAMPING
+
+    def __post_init__(self) -> None:
+        check_type("samples", self.samples, int)
+        if self.samples < 1 or not self.price >= 0 or not self.damping > 0:
+            raise PlanError(
+                f"samples {self.samples}, price {self.price}, damping {self.damping}: "
+                "expected at least 1, at least 0, and above 0"
+            )
+
+    @property
+    def rounding(self) -> Rounding:
+        return Rounding(self.price, self.damping, self.basis)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """What is to be compressed, with what is known of it and what the caller decided."""
+
+    source: Source
+    model: nn.Module | None
+    calibration: Calibration | Iterable[Any] | None
+    planner: Planner
+    layers: Mapping[str, Method]
+    exclude: Sequence[str]
+    curves: Path | None = None
+    """A file to keep the curves in, so that another budget needs no planning."""
+    progress: bool = True
+
+
+class Budgeter:
+    """One model on its way into a number of bytes."""
+
+    def __init__(self, work: Work, calibration: Calibration | None) -> None:
+        self.source, self.model, self.planner = work.source, work.model, work.planner
+        self.calibration, self.progress = calibration, work.progress
+        self.curve_file = work.curves
+        self.fixed: dict[str, Encoded] = {}
+        """Tensors that are no weights, or that the caller decided on."""
+        self.coded: list[str] = []
+        for name, choice in Rules(Scalar(8), work.layers, work.exclude).plan(work.source).items():
+            if choice.note or isinstance(choice.method, Keep):
+                groups = self.source.transposed_groups.get(name, 0)
+                encoded = choice.method.encode(self.source.entries[name].load(), groups)
+                self.fixed[name] = encoded.noted(choice.note) if choice.note else encoded
+            else:
+                self.coded.append(name)
+        if not self.coded:
+            raise PlanError("there is no weight to compress: all tensors are vectors, integers or excluded")
+        self.module_of: dict[str, str] = {}
+        self.norm_of: dict[str, str] = {}
+        self.sensitivity: dict[str, float] = {}
+        if self.model is not None and calibration is not None:
+            self.module_of = _modules(self.model, calibration, self.coded)
+            # A norm that stays as it is cannot put a mean right.
+            self.norm_of = {
+                layer: norm
+                for layer, norm in norms_after(self.model, calibration.batches[0]).items()
+                if not self._decided(f"{norm}.running_mean")
+            }
+            if self.planner.equal_slope:
+                found = sensitivities(
+                    self.model, calibration, list(self.module_of.values()), SENSITIVITY_SAMPLES
+                )
+                self.sensitivity = {name: found[module] for name, module in self.module_of.items()}
+
+    def curves(self, bits: float) -> dict[str, Curve]:
+        """A curve for every weight, about `bits` a weight, or those kept in a file."""
+        if self.curve_file is None:
+            return self._measured_curves(bits)
+        mark = self._fingerprint()
+        kept = load_curves(self.curve_file, mark)
+        if kept is None:
+            kept = self._measured_curves(bits)
+            save_curves(self.curve_file, kept, mark)
+        return kept
+
+    def _fingerprint(self) -> str:
+        """What curves depend on: planner, weights and calibration data."""
+        mark = zlib.crc32(repr(self.planner).encode())
+        for name in self.coded:
+            mark = zlib.crc32(name.encode() + raw_bytes(self.source.entries[name].load()), mark)
+        for batch in self.calibration.batches if self.calibration is not None else []:
+            for value in [batch] if isinstance(batch, Tensor) else batch.values():
+                mark = zlib.crc32(raw_bytes(value), mark)
+        return f"{mark:08x}"
+
+    def _measured_curves(self, bits: float) -> dict[str, Curve]:
+        found: dict[str, Curve] = {}
+        with Progress("planning", self._numel(), self.progress) as bar:
+            for names, moments in self._moments_in_chunks():
+                for name in names:
+                    bar.show(name)
+                    weight = self.source.entries[name].load()
+                    groups = self.source.transposed_groups.get(name, 0)
+                    known = (moments.get(name), self.sensitivity.get(name))
+                    with _naming(name):
+                        found[name] = curve(
+                            best_pose(weight, groups, *known, bits, self.planner.rounding), bits
+                        )
+                    bar.advance(name, weight.numel())
+        return _with_unknown(found, self.sensitivity)
+
+    def _decided(self, name: str) -> bool:
+        return name in self.fixed and self.fixed[name].note.startswith(DECIDED)
+
+    def run(self, max_bytes: int) -> tuple[dict[str, Encoded], dict[str, Curve]]:
+        """The tensors of a file of at most `max_bytes`, and the curves they were planned on."""
+        overhead = self._overhead(max_bytes)
+        curves = self.curves(8 * (max_bytes - overhead) / self._numel())
+        least = 1.01 * sum(one.bytes[-1] for one in curves.values())  # every code zero
+        aim, best = AIM * max_bytes - overhead, _Best()
+        for _ in range(3):
+            size, done, compressed = self._pass(curves, max(aim, least), max_bytes, best)
+            if best.size >= LEAST * max_bytes:
+                break
+            # No single weight could make up for what was missed: aim lower, or higher, with all of them.
+            aim *= max(AIM * max_bytes - overhead, 1.0) / max(size - overhead, 1.0)
+        if not best.size:
+            best.offer(max_bytes, *self._emptied(max_bytes, done, compressed))
+        return best.tensors, curves
+
+    def _pass(
+        self, curves: Mapping[str, Curve], aim: float, max_bytes: int, best: _Best
+    ) -> tuple[int, dict[str, _Done], nn.Module | None]:
+        """Every weight in execution order, spending what is left; then the gap that remains is closed."""
+        steps = allocate(curves, aim)
+        planned = {name: curves[name].bytes_at(steps[name]) for name in self.coded}
+        compressed = self._start()
+        closer, left = self._closer(planned), aim
+        done: dict[str, _Done] = {}
+        with Progress("compressing", self._numel(), self.progress) as bar:
+            for name in self._order():
+                bar.show(name)
+                share = left / max(sum(planned[later] for later in planned if later not in done), 1.0)
+                last = self._encode(name, curves[name].tile, steps[name], planned[name] * share, compressed)
+                left -= coded_bytes(last.encoded)
+                done[name] = last if name == closer else replace(last, posed=None)
+                bar.advance(name, last.encoded.numel)
+        return self._close(max_bytes, done, closer, compressed, best), done, compressed
+
+    def _start(self) -> nn.Module | None:
+        """A copy of the model to compress layer by layer, with the caller's own methods applied."""
+        if self.model is None or self.calibration is None:
+            return None
+        compressed = copy.deepcopy(self.model)
+        state = compressed.state_dict()
+        for name, encoded in self.fixed.items():
+            if encoded.kind != "keep" and name in state:
+                state[name].copy_(decode(encoded))
+        return compressed
+
+    def _encode(self, name: str, tile: int, step: float, aim: float, compressed: nn.Module | None) -> _Done:
+        """One weight at about `aim` bytes, put into the compressed network."""
+        moments = self._moments(name, compressed)
+        groups = self.source.transposed_groups.get(name, 0)
+        weight = self.source.entries[name].load()
+        with _naming(name):
+            used = moments if self.planner.second_order else None
+            posed = pose(weight, groups, used, self.sensitivity.get(name), tile, self.planner.rounding)
+            step, encoded = _meet(posed, step, aim)
+        self._put(name, encoded, weight, moments, compressed)
+        return _Done(encoded, step, posed, moments)
+
+    def _put(
+        self,
+        name: str,
+        encoded: Encoded,
+        before: Tensor,
+        moments: LayerMoments | None,
+        compressed: nn.Module | None,
+    ) -> None:
+        """Replaces a weight in the compressed network and gives its layer the mean output it had."""
+        if compressed is None:
+            return
+        weight = decode(encoded)
+        compressed.state_dict()[name].copy_(weight)
+        module = self.module_of.get(name)
+        if module is not None and moments is not None and self.planner.correct_means:
+            layer, norm = compressed.get_submodule(module), self.norm_of.get(module)
+            correct_mean(
+                layer,
+                compressed.get_submodule(norm) if norm else None,
+                weight.flatten(1),
+                before.flatten(1),
+                moments,
+            )
+
+    def _close(
+        self,
+        max_bytes: int,
+        done: dict[str, _Done],
+        closer: str,
+        compressed: nn.Module | None,
+        best: _Best,
+    ) -> int:
+        """Changes one weight until the file is between LEAST and all of the budget; the last file's size.
+
+        By its step first. Bytes may fall in stairs as the step grows; then by the price of its bits.
+        """
+        search = Search(done[closer].encoded.numel)
+        for attempt in range(16):
+            tensors = self._tensors({name: each.encoded for name, each in done.items()}, compressed)
+            size = file_bytes(tensors, self.source.aliases)
+            best.offer(max_bytes, size, tensors)
+            if LEAST * max_bytes <= size <= max_bytes:
+                break
+            last = done[closer]
+            assert last.posed is not None
+            own = coded_bytes(last.encoded)
+            step, posed = last.step, last.posed
+            if attempt < 8:
+                step = search.after(step, own, own + AIM * max_bytes - size)
+            else:
+                if attempt == 8:
+                    step, search = search.finest(step), Search(last.encoded.numel)
+                    search.known.append((max(posed.rounding.price, 0.01), own))
+                price = search.after(max(posed.rounding.price, 0.01), own, own + AIM * max_bytes - size)
+                posed = replace(posed, rounding=replace(posed.rounding, price=price))
+            self._replace(closer, step, posed, done, compressed)
+        return size
+
+    def _replace(
+        self, name: str, step: float, posed: Posed, done: dict[str, _Done], compressed: nn.Module | None
+    ) -> None:
+        last = done[name]
+        encoded = posed.at([step])[0][0]
+        moments = last.moments
+        if moments is not None:  # the mean output is right already, for the codes it has now
+            moments = replace(moments, original_mean=moments.mean)
+        self._put(name, encoded, decode(last.encoded), moments, compressed)
+        done[name] = replace(last, encoded=encoded, step=step, posed=posed)
+
+    def _emptied(
+        self, max_bytes: int, done: Mapping[str, _Done], compressed: nn.Module | None
+    ) -> tuple[int, dict[str, Encoded]]:
+        """The last resort of a budget barely above headers: the largest weights become zero."""
+        coded = {name: each.encoded for name, each in done.items()}
+        for name in sorted(coded, key=lambda one: -coded_bytes(coded[one])):
+            coded[name] = self._zero(name).noted("zero: the budget leaves no room for it")
+            tensors = self._tensors(coded, compressed)
+            size = file_bytes(tensors, self.source.aliases)
+            if size <= max_bytes:
+                break
+        return size, tensors
+
+    def _tensors(self, coded: Mapping[str, Encoded], compressed: nn.Module | None) -> dict[str, Encoded]:
+        """Every tensor in the source's order, leftovers as the compressed network has them now."""
+        fixed = dict(self.fixed)
+        if compressed is not None:
+            state = compressed.state_dict()
+            for name, encoded in fixed.items():
+                if encoded.kind == "keep" and not self._decided(name) and name in state:
+                    fresh = Keep().encode(state[name])
+                    fixed[name] = fresh.noted(encoded.note) if encoded.note else fresh
+        small = small_leftovers(fixed, self.model, self.planner.fold_norms)
+        return {name: coded[name] if name in coded else small[name] for name in self.source.entries}
+
+    def _overhead(self, max_bytes: int) -> int:
+        """What everything but codes takes; an error where a file without a single code would be too large."""
+        empty = {name: self._zero(name) for name in self.coded}
+        least = file_bytes(self._tensors(empty, None), self.source.aliases)
+        if least > max_bytes:
+            raise PlanError(
+                f"{max_bytes} bytes cannot be met: with every weight zero the file would still have {least}, "
+                "for what is kept, headers and the reader's safety margin of a byte for 1,024 numbers"
+            )
+        return least - sum(-(-encoded.numel // EXPANSION) for encoded in empty.values())
+
+    def _zero(self, name: str) -> Encoded:
+        entry = self.source.entries[name]
+        return Encoded("constant", entry.shape, entry.dtype, {"value": torch.zeros(1, dtype=entry.dtype)})
+
+    def _moments_in_chunks(self) -> Iterator[tuple[list[str], dict[str, LayerMoments]]]:
+        """Weights in execution order, with the original network's moments where they are used."""
+        chunk: list[str] = []
+        held = 0
+        for name in [*self._order(), ""]:
+            size = _moment_bytes(self.source.entries[name].shape) if name in self.module_of else 0
+            if chunk and (not name or held + size > MOMENT_BYTES):
+                modules = [self.module_of[one] for one in chunk if one in self.module_of]
+                found = {}
+                if (
+                    modules
+                    and self.calibration is not None
+                    and self.model is not None
+                    and self.planner.second_order
+                ):
+                    found = self.calibration.moments(modules, self.model)
+                yield (
+                    chunk,
+                    {one: found[self.module_of[one]] for one in chunk if self.module_of.get(one) in found},
+                )
+                chunk, held = [], 0
+            chunk, held = [*chunk, name], held + size
+
+    def _moments(self, name: str, compressed: nn.Module | None) -> LayerMoments | None:
+        module = self.module_of.get(name)
+        if module is None or self.calibration is None or self.model is None:
+            return None
+        other = compressed if self.planner.sequential else None
+        return self.calibration.moments([module], self.model, other)[module]
+
+    def _order(self) -> list[str]:
+        """What does not run or whose inputs are unknown, then execution order."""
+        return [*(name for name in self.coded if name not in self.module_of), *self.module_of]
+
+    def _closer(self, planned: Mapping[str, float]) -> str:
+        """The last weight with a fair share of the bytes: changing it late disturbs least."""
+        enough = 0.04 * sum(planned.values())
+        return next(
+            (name for name in reversed(self._order()) if planned[name] >= enough),
+            max(planned, key=lambda n: planned[n]),
+        )
+
+    def _numel(self) -> int:
+        return sum(torch.Size(self.source.entries[name].shape).numel() for name in self.coded)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Done:
+    """A weight that has its codes; `posed` is kept only for the one that closes the gap."""
+
+    encoded: Encoded
+    step: float
+    posed: Posed | None
+    moments: LayerMoments | None
+
+
+@dataclass(slots=True)
+class _Best:
+    """The largest file found within the budget."""
+
+    size: int = 0
+    tensors: dict[str, Encoded] = field(default_factory=dict)
+
+    def offer(self, max_bytes: int, size: int, tensors: dict[str, Encoded]) -> None:
+        if self.size < size <= max_bytes:
+            self.size, self.tensors = size, tensors
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Errors inside say which tensor it was."""
+    try:
+        yield
+    except FactorpackError as error:
+        error.add_note(f"while compressing tensor {name!r}")
+        raise
+
+
+def file_bytes(tensors: Mapping[str, Encoded], aliases: Mapping[str, str]) -> int:
+    """Of the file itself, written and measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "packed.safetensors"
+        with Writer(path) as writer:
+            for name, encoded in tensors.items():
+                writer.add(name, encoded)
+            for alias, target in aliases.items():
+                writer.alias(alias, target)
+        return path.stat().st_size
+
+
+def _modules(model: nn.Module, calibration: Calibration | None, coded: Sequence[str]) -> dict[str, str]:
+    """Weights of layers that run on the calibration data and have moments: name -> layer, as they run."""
+    if calibration is None:
+        return {}
+    found = {}
+    for layer in calibration.order:
+        name = weight_of(layer)
+        if name in coded and has_moments(model.get_submodule(layer)):
+            found[name] = layer
+    return found
+
+
+def _moment_bytes(shape: tuple[int, ...]) -> int:
+    inputs = torch.Size(shape[1:]).numel()
+    return 4 * inputs * inputs * (shape[0] if len(shape) > 2 and shape[1] == 1 else 1)
+
+
+def _with_unknown(curves: dict[str, Curve], known: Mapping[str, float]) -> dict[str, Curve]:
+    """Weights of unknown sensitivity take the median layer's: the same step relative to their spread."""
+    if not known:
+        return curves
+    ratios = sorted(curves[name].step_at_unit_slope / curves[name].steps[0] for name in known)
+    middle = ratios[len(ratios) // 2]
+    return {
+        name: one if name in known else replace(one, step_at_unit_slope=middle * one.steps[0])
+        for name, one in curves.items()
+    }
+
+
+def _meet(posed: Posed, step: float, aim: float) -> tuple[float, Encoded]:
+    """The step near `step` at which a weight takes about `aim` bytes, and its codes there."""
+    search = Search(posed.weight.numel())
+    for _ in range(4):
+        encoded = posed.at([step])[0][0]
+        size = coded_bytes(encoded)
+        if abs(size - aim) <= 0.01 * aim + 32:
+            break
+        tried, step = step, search.after(step, size, aim)
+    else:
+        return tried, encoded
+    return step, encoded

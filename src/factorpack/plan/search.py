@@ -1,0 +1,42 @@
+"""The search for a step, or a price, at which a weight takes a wanted number of bytes."""
+
+from __future__ import annotations
+
+from math import log2, sqrt
+
+
+class Search:
+    """Secants on the logarithm of a number whose bytes fall as it grows, held inside what is known."""
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+        self.known: list[tuple[float, int]] = []
+        """Numbers tried, and the bytes they gave."""
+        self.low: float | None = None
+        """The largest number known to give more than was wanted, and the smallest to give less."""
+        self.high: float | None = None
+
+    def after(self, number: float, size: int, wanted: float) -> float:
+        """What to try next, now that `number` has given `size` bytes and `wanted` are wanted."""
+        guess = number * float(2.0 ** self._octaves(number, size, wanted))
+        self.known.append((number, size))
+        if size > wanted:
+            self.low = number if self.low is None else max(self.low, number)
+        else:
+            self.high = number if self.high is None else min(self.high, number)
+        if self.low is not None and self.high is not None and not self.low < guess < self.high:
+            guess = sqrt(self.low * self.high)
+        return guess
+
+    def finest(self, number: float) -> float:
+        """The largest number known to give too much; `number` where there is none."""
+        return self.low if self.low is not None else number
+
+    def _octaves(self, number: float, size: int, wanted: float) -> float:
+        slope = -max(self.numel / 8, 1.0)  # bytes an octave, where steps are fine
+        if size < self.numel / 8:  # coarse steps: about a bit of every code that is not zero
+            slope = -max(0.6 * size, 1.0)
+        if self.known and self.known[-1][0] != number and self.known[-1][1] != size:
+            before, then = self.known[-1]
+            slope = min((size - then) / log2(number / before), -0.05 * self.numel / 8)
+        return max(-1.5, min(1.5, (wanted - size) / slope))
