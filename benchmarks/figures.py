@@ -10,7 +10,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks.tables import ROOT, near, result
+from benchmarks.tables import near
+from benchmarks.tables_common import ROOT, result
 
 FIGURES = ROOT / "docs" / "figures"
 INK, BLUE, ORANGE, GREY = "#222222", "#1f6fb4", "#d9731a", "#8a8a8a"
@@ -29,6 +30,8 @@ def main() -> None:
     _save(pareto(), "cifar-pareto")
     _save(rank_or_bits(), "rank-or-bits")
     _save(fewshot(), "fewshot")
+    _save(planned(), "planned")
+    _save(curves(), "curves")
 
 
 def pareto() -> plt.Figure:
@@ -95,6 +98,74 @@ def fewshot() -> plt.Figure:
         )
     axes.set(xlabel="times smaller than FP32, bytes on disk", ylabel="ImageNet top-1, %, 2,000 images")
     axes.legend(frameon=False)
+    return figure
+
+
+def planned() -> plt.Figure:
+    """Without training: ours, its peers at their sizes, and what the paper reaches with 25 epochs."""
+    figure, panes = plt.subplots(1, 2, figsize=(9.6, 4.4), sharey=True)
+    for axes, model in zip(panes, ("resnet18", "mobilenet_v2"), strict=True):
+        outcome = result("budget", model)["result"]
+        for name, (colour, mark, words) in PEERS.items():
+            rows = sorted((r for r in outcome["rows"] if _peer(r) == name), key=lambda r: r["file_ratio"])
+            points = [row["file_ratio"] for row in rows], [row["top1"] for row in rows]
+            axes.plot(*points, mark, color=colour, ms=5, lw=1.4, label=words)
+            if name == "planned":
+                for row in rows:
+                    place = row["file_ratio"], row["top1"]
+                    axes.annotate(
+                        f"{row['top1']:.1f}",
+                        place,
+                        xytext=(0, 6),
+                        textcoords="offset points",
+                        ha="center",
+                        fontsize=8,
+                    )
+        if model == "resnet18":
+            axes.plot(
+                *zip(*PAPER, strict=True),
+                "x",
+                color=GREY,
+                ms=4,
+                label="the paper after 25 epochs (its ratio)",
+            )
+        axes.axhline(outcome["fp32"], color=INK, lw=0.8)
+        axes.annotate(
+            f"FP32 {outcome['fp32']:.1f}", (axes.get_xlim()[0], outcome["fp32"]), va="bottom", fontsize=8
+        )
+        axes.set(xlabel="times smaller than FP32, bytes on disk", title=model)
+    panes[0].set(ylabel="ImageNet top-1, %, 2,000 images", ylim=(0, 76))
+    panes[0].legend(frameon=False, fontsize=8, loc="center right")
+    return figure
+
+
+PEERS = {
+    "planned": (BLUE, "o-", "planned to a budget, no training"),
+    "second_order": (ORANGE, "s--", "error feedback, fixed width"),
+    "qspca": ("#5b8c3e", "^--", "the paper's QSPCA before training"),
+    "scalar": ("#9b59b6", "v--", "rounding to nearest, fixed width"),
+}
+
+
+def _peer(row: dict[str, Any]) -> str:
+    return "planned" if "planner" in row else str(row["method"]["method"])
+
+
+def curves() -> plt.Figure:
+    """Bits a weight against relative squared error, a line a layer of ResNet18."""
+    found = result("kept", "resnet18-curves")["result"]["curves"]["resnet18"]
+    figure, axes = plt.subplots(figsize=(7.2, 4.2))
+    for number, (name, curve) in enumerate(found.items()):
+        bits = [8 * size / curve["numel"] for size in curve["bytes"]]
+        shade = plt.get_cmap("viridis")(number / max(len(found) - 1, 1))
+        axes.plot(bits, curve["losses"], "-", color=shade, lw=1.2)
+        if number in (0, len(found) - 1):
+            axes.annotate(f" {name}", (bits[2], curve["losses"][2]), fontsize=8, color=shade)
+    axes.set(yscale="log", xlim=(0, 6), ylim=(1e-4, 1.5))
+    axes.set(xlabel="bits a weight, codebook included", ylabel="squared weight error, of the weight's energy")
+    axes.set_title(
+        "ResNet18 from its weights alone, first layer dark to last layer light", loc="left", fontsize=10
+    )
     return figure
 
 

@@ -29,6 +29,7 @@ STUDIES = {
     "budget": "benchmarks.studies.budget",
     "ablation": "benchmarks.studies.budget",
     "cost": "benchmarks.studies.cost",
+    "kept": "benchmarks.studies.kept",
     "codes": "benchmarks.studies.codes",
 }
 """Study -> the module whose `run(**case)` returns its result."""

@@ -6,16 +6,15 @@ python -m benchmarks.tables --check    exit 1 where a table is not what the resu
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.run import RESULTS
+from benchmarks.tables_common import ROOT, markdown, result, source
+from benchmarks.tables_planned import PLANNED
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "docs/results.md")
 
 
@@ -34,23 +33,6 @@ def _rewrite(page: Path, write: bool) -> bool:
     if write and fresh != text:
         page.write_text(fresh)
     return fresh != text
-
-
-def result(study: str, case: str) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((RESULTS / study / f"{case}.json").read_text())
-    return document
-
-
-def source(document: dict[str, Any]) -> str:
-    """The command and the machine, to stand under a table."""
-    facts = document["machine"]
-    where = f"{facts['gpu']}" if "gpu" in facts else f"{facts['cpu']}, {facts['cores']} cores"
-    return f"`{document['command']}` on {where}, torch {facts['torch']}.\n"
-
-
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def speed() -> str:
@@ -107,6 +89,7 @@ VARIANTS = {
     "-last": "the same, one-shot after all layers",
     "-columns-codes-100": "a scale a column, sorted by code",
     "-few": "a scale a row, sorted by value",
+    "-original-few": "a scale a column, sorted by code, original inputs",
 }
 
 
@@ -210,6 +193,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ablation": ablation,
     "fewshot-resnet18": fewshot("resnet18"),
     "fewshot-mobilenet_v2": fewshot("mobilenet_v2"),
+    **PLANNED,
 }
 
 if __name__ == "__main__":

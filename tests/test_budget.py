@@ -14,9 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import factorpack as fp
-from factorpack.budget import Planner, divergence
+from factorpack.budget import divergence
 from factorpack.calibrate import evaluating
 from factorpack.decode import decode
+from factorpack.plan.planner import Planner
 from tests.helpers import assert_same_tensor, raw, relative_error, seeded
 
 

@@ -22,6 +22,8 @@ from benchmarks.training import Augmented, Case, cifar_net, device, spread
 from factorpack.methods import METHODS, from_fields
 from factorpack.norms import small_leftovers
 
+PLANNED_IMAGES = 1024
+
 
 def run(
     model: str,
@@ -32,7 +34,10 @@ def run(
     workers: int,
     train_images: int = 0,
 ) -> dict[str, Any]:
-    """A method's `target_ratios` make a case each; `train_images` trains on that many alone, to try it out."""
+    """A method's `target_ratios` make a case each; `train_images` trains on that many alone, to try it out.
+
+    The method "planned" starts from the model planned into the target's bytes on `PLANNED_IMAGES` images.
+    """
     _, fp32 = cifar_net(model, seed, fp32_epochs)
     cases = [case for method in methods for case in cases_of(method, schedule)]
     work = partial(_one, model=model, seed=seed, fp32_epochs=fp32_epochs, train_images=train_images)
@@ -57,7 +62,8 @@ def _one(case: Case, model: str, seed: int, fp32_epochs: int, train_images: int)
     train = shuffled(train, seed)
     if train_images:
         train = (train[0][:train_images], train[1][:train_images])
-    packed = _compressed(net, case, normalized(train[0][:64].to(device())))
+    samples = PLANNED_IMAGES if case["method"]["method"] == "planned" else 64
+    packed = _compressed(net, case, normalized(train[0][:samples].to(device())))
     before = top1(packed.load_into(copy.deepcopy(net)).eval(), test, batch=500)
     settings = dict(case["schedule"])
     batches = Augmented(train, settings.pop("batch", 64), pad=4, seed=seed)
@@ -74,6 +80,10 @@ def _one(case: Case, model: str, seed: int, fp32_epochs: int, train_images: int)
 
 
 def _compressed(net: nn.Module, case: Case, images: torch.Tensor) -> fp.Packed:
+    if case["method"]["method"] == "planned":
+        planner = fp.Planner(samples=len(images), fold_norms=False)  # the norms are still to be trained
+        ratio = case["schedule"]["target_ratio"]
+        return fp.compress(net, ratio=ratio, calibration=images.split(64), planner=planner, progress=False)
     method = from_fields(METHODS, case["method"])
     layers = {pattern: from_fields(METHODS, fields) for pattern, fields in case["layers"].items()}
     return fp.compress(net, method, layers=layers, calibration=[images], progress=False)

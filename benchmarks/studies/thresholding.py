@@ -6,17 +6,15 @@ import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from torch import Tensor
+import torch
 
 import factorpack as fp
 from benchmarks.data import imagenet_train, imagenet_val, normalized, pretrained, shuffled
 from benchmarks.measure import top1
 from benchmarks.training import device, spread
-from factorpack.quantize.uniform import from_codes, to_codes
-from factorpack.record import LayerSample
-from factorpack.solve.projected import FactorProblem
+from factorpack.quantize.uniform import from_codes
 from factorpack.solve.threshold import extra_zero_mask
 
 
@@ -95,9 +93,8 @@ def _thresholded_last(
     calibration = [normalized(shuffled(imagenet_train())[0][:64].to(device()))]
     table = []
     for row in rows:
-        solver = _Remembering(**row["solver"])
+        solver = fp.ProjectedGradient(**row["solver"])
         method = fp.QSPCA(rank, latent_bits, latent_scales=latent_scales, clip="minmax", solver=solver)
-        _Remembering.latents.clear()
         dense = fp.compress(net, method, calibration=calibration, progress=False)
         for sparsity, paper in zip(sparsities, row["paper"], strict=True):
             sparse = fp.Packed({name: _sparsified(each, sparsity, sort) for name, each in dense.items()})
@@ -107,30 +104,15 @@ def _thresholded_last(
     return {"fp32": top1(net, imagenet_val()), "table": table}
 
 
-class _Remembering(fp.ProjectedGradient):
-    """The solver as it is, but the real latents behind the codes are kept: they break the threshold's ties."""
-
-    latents: ClassVar[list[Tensor]] = []
-
-    def solve(self, problem: FactorProblem, sample: LayerSample) -> tuple[Tensor, Tensor]:
-        codebook, latent = fp.ProjectedGradient.solve(self, problem, sample)
-        self.latents.append(latent.cpu())
-        return codebook, latent
-
-
 def _sparsified(encoded: fp.Encoded, sparsity: float, sort: str) -> fp.Encoded:
+    """Extra zeros in a latent whose real numbers are gone: ties are broken by chance."""
     if encoded.kind != "factors":
         return encoded
-    codes, scale = encoded.parts["latent"], encoded.parts["latent_scale"]
-    latent = next(
-        real
-        for real in _Remembering.latents
-        if real.shape == codes.shape
-        and to_codes(real, scale.cpu(), encoded.bits["latent"]).equal(codes.cpu())
-    )
-    size = codes.float() if sort == "code" else from_codes(codes, scale)
-    keep = extra_zero_mask(size.cpu(), latent, sparsity)
-    parts = {**encoded.parts, "latent": codes.cpu() * keep}
+    codes = encoded.parts["latent"]
+    size = codes.float() if sort == "code" else from_codes(codes, encoded.parts["latent_scale"])
+    chance = torch.rand(codes.shape, generator=torch.Generator().manual_seed(0))
+    keep = extra_zero_mask(size, chance, sparsity)
+    parts = {**encoded.parts, "latent": codes * keep}
     return replace(encoded, parts=parts, extra_zeros=int(keep.numel() - keep.sum()))
 
 

@@ -6,12 +6,12 @@
 >>> model.load_state_dict(fp.load("model.packed.safetensors").state_dict())  # doctest: +SKIP
 """
 
-from factorpack.budget import Planner
 from factorpack.calibrate import calibrate
 from factorpack.decode import decode
 from factorpack.errors import FactorpackError, FormatError, PlanError, SourceError, WeightError
 from factorpack.methods import QSPCA, Keep, Scalar, SecondOrder
 from factorpack.model import Packed, compress, compress_to, export, load, save
+from factorpack.plan.planner import Planner
 from factorpack.record import Encoded
 from factorpack.solve.projected import ProjectedGradient
 from factorpack.tune.finetune import Schedule, finetune

@@ -10,17 +10,16 @@ from math import sqrt
 import torch
 from torch import nn
 
-from factorpack.budgeter import Budgeter, Planner, Work
+from factorpack.budgeter import Budgeter
 from factorpack.calibrate import Calibration, calibrate, evaluating, forward
 from factorpack.decode import decode
 from factorpack.errors import PlanError
 from factorpack.methods.protocol import check_type
 from factorpack.plan.curves import Curve
+from factorpack.plan.planner import Work
 from factorpack.plan.sensitivity import as_logits
 from factorpack.record import Encoded
 from factorpack.source import Source
-
-__all__ = ["Planner", "Work", "budget_bytes", "compress_to_budget", "compress_to_loss", "divergence"]
 
 HELD_SHARE = 0.125
 FIRST_RATIO, RATIOS = 16.0, (2.0, 128.0)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,23 +14,21 @@ from torch import Tensor, nn
 from factorpack.calibrate import Calibration
 from factorpack.decode import decode
 from factorpack.errors import FactorpackError, PlanError
-from factorpack.format.container import Writer
 from factorpack.format.schema import EXPANSION
 from factorpack.format.streams import raw_bytes
-from factorpack.methods import Keep, Method, Scalar
-from factorpack.methods.protocol import check_type
+from factorpack.format.whole import file_bytes
+from factorpack.methods import Keep, Scalar
 from factorpack.norms import DECIDED, correct_mean, norms_after, small_leftovers
 from factorpack.plan.curves import Curve, allocate, load_curves, save_curves
-from factorpack.plan.pose import Posed, Rounding, best_pose, coded_bytes, curve, pose
+from factorpack.plan.planner import Work
+from factorpack.plan.pose import Posed, best_pose, coded_bytes, curve, pose
 from factorpack.plan.rules import Rules
 from factorpack.plan.search import Search
 from factorpack.plan.sensitivity import sensitivities
 from factorpack.progress import Progress
 from factorpack.record import Encoded, LayerMoments
-from factorpack.solve.code_length import HIGH_RATE
 from factorpack.solve.moments import has_moments
-from factorpack.solve.second_order import DAMPING
-from factorpack.source import Source, weight_of
+from factorpack.source import weight_of
 
 AIM = 0.997
 """The share of a budget that is aimed at; between LEAST and 1 is good."""
@@ -41,52 +36,6 @@ LEAST = 0.991
 SENSITIVITY_SAMPLES = 256
 MOMENT_BYTES = 1 << 30
 """Moments of as many layers as fit are gathered in one pass over the calibration data."""
-
-
-@dataclass(frozen=True, slots=True)
-class Planner:
-    """How a budget is met; every ingredient can be left out, to see what it is worth."""
-
-    samples: int = 256
-    """Calibration inputs to use: more are better, up to a thousand."""
-    second_order: bool = True
-    """Error feedback on the layer's inputs; without it numbers are rounded one by one."""
-    sequential: bool = True
-    """Each layer sees what the layers compressed before it produce, and makes up for them."""
-    basis: bool = True
-    equal_slope: bool = True
-    """Steps from each layer's sensitivity; without it one step for all, relative to each weight's spread."""
-    correct_means: bool = True
-    fold_norms: bool = True
-    price: float = HIGH_RATE
-    damping: float = DAMPING
-
-    def __post_init__(self) -> None:
-        check_type("samples", self.samples, int)
-        if self.samples < 1 or not self.price >= 0 or not self.damping > 0:
-            raise PlanError(
-                f"samples {self.samples}, price {self.price}, damping {self.damping}: "
-                "expected at least 1, at least 0, and above 0"
-            )
-
-    @property
-    def rounding(self) -> Rounding:
-        return Rounding(self.price, self.damping, self.basis)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Work:
-    """What is to be compressed, with what is known of it and what the caller decided."""
-
-    source: Source
-    model: nn.Module | None
-    calibration: Calibration | Iterable[Any] | None
-    planner: Planner
-    layers: Mapping[str, Method]
-    exclude: Sequence[str]
-    curves: Path | None = None
-    """A file to keep the curves in, so that another budget needs no planning."""
-    progress: bool = True
 
 
 class Budgeter:
@@ -408,18 +357,6 @@ def _naming(name: str) -> Iterator[None]:
     except FactorpackError as error:
         error.add_note(f"while compressing tensor {name!r}")
         raise
-
-
-def file_bytes(tensors: Mapping[str, Encoded], aliases: Mapping[str, str]) -> int:
-    """Of the file itself, written and measured."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "packed.safetensors"
-        with Writer(path) as writer:
-            for name, encoded in tensors.items():
-                writer.add(name, encoded)
-            for alias, target in aliases.items():
-                writer.alias(alias, target)
-        return path.stat().st_size
 
 
 def _modules(model: nn.Module, calibration: Calibration | None, coded: Sequence[str]) -> dict[str, str]:

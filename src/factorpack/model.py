@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from factorpack.budget import Planner, Work, budget_bytes, compress_to_budget, compress_to_loss
+from factorpack.budget import budget_bytes, compress_to_budget, compress_to_loss
 from factorpack.calibrate import Calibration, calibrate, evaluating
 from factorpack.decode import decode
 from factorpack.errors import FactorpackError, PlanError, SourceError
-from factorpack.format.container import Reader, Writer, write_plain
+from factorpack.format.container import Reader, write_plain
+from factorpack.format.whole import write_packed
 from factorpack.methods import QSPCA, Method, samples_of
 from factorpack.methods.protocol import wants_moments
 from factorpack.plan.curves import Curve
+from factorpack.plan.planner import Planner, Work
 from factorpack.plan.rules import Choice, Rules
 from factorpack.progress import Progress
 from factorpack.record import DTYPES, Encoded, LayerMoments, LayerSample
@@ -196,13 +198,13 @@ def compress_to(
     """`compress` and `save` in one pass that never holds more than one tensor."""
     opened = open_source(source)
     plan = Rules(method or DEFAULT_METHOD, layers or {}, exclude).plan(opened)
-    _write(path, _encode_all(opened, plan, progress), opened.aliases)
+    write_packed(path, _encode_all(opened, plan, progress), opened.aliases)
     return load(path)
 
 
 def save(packed: Packed, path: str | Path) -> None:
     """Writes a packed model. The file appears under its name only when it is whole."""
-    _write(path, packed.items(), packed.aliases)
+    write_packed(path, packed.items(), packed.aliases)
     packed._reader = Reader(path)
 
 
@@ -298,11 +300,3 @@ def _encode(
         error.add_note(f"while compressing tensor {name!r}")
         raise
     return encoded.noted(choice.note) if choice.note else encoded
-
-
-def _write(path: str | Path, tensors: Iterable[tuple[str, Encoded]], aliases: Mapping[str, str]) -> None:
-    with Writer(path) as writer:
-        for name, encoded in tensors:
-            writer.add(name, encoded)
-        for alias, target in aliases.items():
-            writer.alias(alias, target)

@@ -81,7 +81,8 @@ def test_many_steps_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_curve_falls_in_bytes_and_rises_in_loss(sensitivity: float | None) -> None:
     found = curve(posed_matrix(sensitivity=sensitivity), 3.0)
     assert list(found.steps) == sorted(found.steps)
-    assert len(found.steps) == 7
+    assert len(found.steps) == 8
+    assert not decode(posed_matrix(sensitivity=sensitivity).at([found.steps[-1]])[0][0]).any()
     assert list(found.bytes) == sorted(found.bytes, reverse=True)
     assert list(found.losses) == sorted(found.losses)
     assert found.numel == 64 * 48

@@ -14,9 +14,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import factorpack as fp
+from factorpack.format.whole import file_bytes
 from factorpack.model import Packed
 from factorpack.tune import steer
-from factorpack.tune.steer import Controller, file_bytes
+from factorpack.tune.steer import Controller
 from tests.helpers import assert_same_encoded, seeded
 from tests.tune.small_net import loader, perceptron, with_weights
 
@@ -59,10 +60,10 @@ def error(packed: Packed) -> float:
 def test_a_rate_makes_the_file_smaller_and_keeps_the_loss_sane(method: Any) -> None:
     start = fp.compress(wide(), method, progress=False)
     plain = tune(FAST, method)
-    sizes = [file_bytes(plain)]
+    sizes = [file_bytes(plain, plain.aliases)]
     for rate in (0.02, 0.2):
         short = tune(replace(FAST, rate=rate), method)
-        sizes.append(file_bytes(short))
+        sizes.append(file_bytes(short, short.aliases))
         assert error(short) < error(start) / 2
     assert sizes[2] < sizes[1] < 0.9 * sizes[0]
 
@@ -98,7 +99,7 @@ def test_a_few_steps_are_not_enough_to_train_but_the_file_meets_it(ratio: float)
     """What training leaves over is closed by the codes that lose least."""
     packed = tune(fp.Schedule(epochs=1, learning_rate=1e-5, target_ratio=ratio))
     budget = packed.size().original_bytes / ratio
-    assert 0.99 * budget <= file_bytes(packed) <= budget
+    assert 0.99 * budget <= file_bytes(packed, packed.aliases) <= budget
 
 
 def test_what_is_left_over_is_trimmed_while_training_can_still_make_up_for_it(
@@ -125,7 +126,7 @@ def test_what_is_left_over_is_trimmed_while_training_can_still_make_up_for_it(
 
 def test_a_target_that_is_met_already() -> None:
     packed = tune(replace(FAST, epochs=2, target_ratio=4.0))
-    assert file_bytes(packed) <= packed.size().original_bytes / 4.0
+    assert file_bytes(packed, packed.aliases) <= packed.size().original_bytes / 4.0
 
 
 def test_a_target_no_codes_can_meet() -> None:

@@ -13,11 +13,11 @@ import typer
 from rich.console import Console
 from torch import nn
 
-from factorpack.budget import Planner
 from factorpack.errors import PlanError, SourceError
 from factorpack.format.container import is_packed
 from factorpack.methods.protocol import build, samples_of
 from factorpack.model import DEFAULT_METHOD, Packed, compress, load, save
+from factorpack.plan.planner import Planner
 from factorpack.plan.recipe import Recipe, read_recipe
 from factorpack.plan.rules import Rules
 from factorpack.source import model_from, open_source

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from factorpack.errors import PlanError, SourceError
+from factorpack.format.whole import file_bytes
 from factorpack.model import Packed
 from factorpack.progress import Progress
 from factorpack.tune.batches import generators_of, length_of, pair_of
@@ -26,7 +27,7 @@ from factorpack.tune.checkpoint import (
 from factorpack.tune.meter import Meter
 from factorpack.tune.packed_model import PackedModel
 from factorpack.tune.schedule import Schedule as Schedule
-from factorpack.tune.steer import Finish, Steering, budget_for, file_bytes, finished
+from factorpack.tune.steer import Finish, Steering, budget_for, finished
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 _NORMS = nn.modules.batchnorm._BatchNorm
@@ -114,7 +115,8 @@ class _Run:
         budget = budget_for(self.packed, self.schedule.target_ratio, self.finish)
 
         def measure() -> int:
-            return file_bytes(self.result())
+            packed = self.result()
+            return file_bytes(packed, packed.aliases)
 
         return Steering(
             self.unwrapped(), self.schedule, self.steps, budget, measure, curvature=self._curvature

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.model import Packed, save
+from factorpack.format.whole import file_bytes
+from factorpack.model import Packed
 from factorpack.record import Encoded
 from factorpack.tune.packed_model import PackedModel
 from factorpack.tune.rate import RateTerm, quantized_rows
@@ -143,20 +142,13 @@ def finished(tensors: dict[str, Encoded], aliases: dict[str, str], finish: Finis
     return packed if finish is None else finish(packed)
 
 
-def file_bytes(packed: Packed) -> int:
-    """Of the file itself, written and measured."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "packed.safetensors"
-        save(Packed(dict(packed), packed.aliases), path)
-        return path.stat().st_size
-
-
 def budget_for(packed: Packed, ratio: float, finish: Finish | None) -> int:
     """Bytes of a file that is `ratio` times smaller than FP32; refused where no codes could be that short."""
     if not ratio:
         return 0
     budget = int(packed.size().original_bytes / ratio)
-    least = file_bytes(finished({name: _zeroed(packed[name]) for name in packed}, packed.aliases, finish))
+    empty = finished({name: _zeroed(packed[name]) for name in packed}, packed.aliases, finish)
+    least = file_bytes(empty, empty.aliases)
     if least > budget:
         raise PlanError(
             f"target_ratio {ratio:g} leaves {budget} bytes, and without a single code that is not zero "

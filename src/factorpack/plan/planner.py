@@ -1,0 +1,65 @@
+"""What a budget is planned by: the settings, and the work they are applied to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from factorpack.calibrate import Calibration
+from factorpack.errors import PlanError
+from factorpack.methods import Method
+from factorpack.methods.protocol import check_type
+from factorpack.plan.pose import Rounding
+from factorpack.solve.code_length import HIGH_RATE
+from factorpack.solve.second_order import DAMPING
+from factorpack.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """How a budget is met; every ingredient can be left out, to see what it is worth."""
+
+    samples: int = 256
+    """Calibration inputs to use: more are better, up to a thousand."""
+    second_order: bool = True
+    """Error feedback on the layer's inputs; without it numbers are rounded one by one."""
+    sequential: bool = True
+    """Each layer sees what the layers compressed before it produce, and makes up for them."""
+    basis: bool = True
+    equal_slope: bool = True
+    """Steps from each layer's sensitivity; without it one step for all, relative to each weight's spread."""
+    correct_means: bool = True
+    fold_norms: bool = True
+    price: float = HIGH_RATE
+    damping: float = DAMPING
+
+    def __post_init__(self) -> None:
+        check_type("samples", self.samples, int)
+        if self.samples < 1 or not self.price >= 0 or not self.damping > 0:
+            raise PlanError(
+                f"samples {self.samples}, price {self.price}, damping {self.damping}: "
+                "expected at least 1, at least 0, and above 0"
+            )
+
+    @property
+    def rounding(self) -> Rounding:
+        return Rounding(self.price, self.damping, self.basis)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """What is to be compressed, with what is known of it and what the caller decided."""
+
+    source: Source
+    model: nn.Module | None
+    calibration: Calibration | Iterable[Any] | None
+    planner: Planner
+    layers: Mapping[str, Method]
+    exclude: Sequence[str]
+    curves: Path | None = None
+    """A file to keep the curves in, so that another budget needs no planning."""
+    progress: bool = True

@@ -1,0 +1,40 @@
+"""The GPU's kernel for a block of columns against the plain one: on a GPU, or with TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from factorpack.solve.code_length import CodeLengths, fit_lengths
+from factorpack.solve.feedback import BLOCK, feedback_factor, round_with_feedback
+from tests.helpers import seeded
+
+pytest.importorskip("triton", reason="the kernel needs triton, which comes with CUDA builds of torch")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("there is no GPU, and TRITON_INTERPRET=1 is not set", allow_module_level=True)
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 20), (2, 7, 40), (3, 1, 9), (2, 6, BLOCK), (1, 3, 1)])
+@pytest.mark.parametrize("price", [0.0, 0.1155, 1.0])
+def test_the_kernel_gives_the_codes_and_residues_of_the_plain_loop(
+    shape: tuple[int, int, int], price: float
+) -> None:
+    from factorpack.solve.feedback_triton import round_block
+
+    batch, _, size = shape
+    inputs = seeded(batch, 300, size) @ seeded(size, size, seed=1)
+    factor = feedback_factor((inputs.transpose(1, 2) @ inputs / 300).to(DEVICE))
+    target = (3.0 * seeded(*shape, seed=2)).to(DEVICE)
+    step = (0.3 + seeded(batch, 1, seed=3).abs()).to(DEVICE)
+    lengths: CodeLengths = fit_lengths(target / step[:, :, None], price)
+
+    def plain(column: int, values: torch.Tensor) -> torch.Tensor:  # not CodeLengths: takes the slow way
+        return lengths(column, values)
+
+    wanted, error = round_with_feedback(target, factor, step, plain)
+    codes, given = round_block(target, factor, 0, step, lengths)
+    assert torch.equal(codes, wanted)
+    torch.testing.assert_close(given.square().sum(-1), error)
