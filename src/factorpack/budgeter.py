@@ -145,7 +145,7 @@ class Budgeter:
                 share = left / max(sum(planned[later] for later in planned if later not in done), 1.0)
                 last = self._encode(name, curves[name].tile, steps[name], planned[name] * share, compressed)
                 left -= coded_bytes(last.encoded)
-                done[name] = last if name == closer else replace(last, posed=None)
+                done[name] = last if name == closer else replace(last, posed=None, moments=None)
                 bar.advance(name, last.encoded.numel)
         return self._close(max_bytes, done, closer, compressed, best), done, compressed
 
@@ -329,7 +329,7 @@ class Budgeter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Done:
-    """A weight that has its codes; `posed` is kept only for the one that closes the gap."""
+    """A weight that has its codes; `posed` and `moments` are kept only for the one that closes the gap."""
 
     encoded: Encoded
     step: float

@@ -17,7 +17,7 @@ from factorpack.solve.code_length import CodeLengths
 BLOCK = 128
 
 
-class Rounding(Protocol):
+class ColumnRounding(Protocol):
     """How a column of numbers in units of the step becomes codes."""
 
     def __call__(self, column: int, values: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def ridge(second: Tensor) -> Tensor:
 
 
 def round_with_feedback(
-    target: Tensor, factor: Tensor, step: Tensor, rounding: Rounding = nearest
+    target: Tensor, factor: Tensor, step: Tensor, rounding: ColumnRounding = nearest
 ) -> tuple[Tensor, Tensor]:
     """Codes for (batch, rows, K) numbers, and the output error each row of them leaves: (batch, rows).
 
@@ -75,7 +75,7 @@ def round_with_feedback(
 
 
 def _round_block(
-    block: Tensor, factor: Tensor, start: int, step: Tensor, rounding: Rounding
+    block: Tensor, factor: Tensor, start: int, step: Tensor, rounding: ColumnRounding
 ) -> tuple[Tensor, Tensor]:
     """Codes of a block of columns, from `start` on, and what each leaves, e_j."""
     if block.is_cuda and isinstance(rounding, CodeLengths):
