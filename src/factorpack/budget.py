@@ -16,6 +16,7 @@ from factorpack.decode import decode
 from factorpack.errors import PlanError
 from factorpack.methods.protocol import check_type
 from factorpack.plan.curves import Curve
+from factorpack.plan.divergence import divergence_of
 from factorpack.plan.planner import Work
 from factorpack.plan.sensitivity import as_logits
 from factorpack.record import Encoded
@@ -84,13 +85,9 @@ def divergence(
     total, count = 0.0, 0
     for batch in held.batches:
         with torch.no_grad():
-            wanted, found = (as_logits(forward(net, batch)).double() for net in (model, packed))
-        if wanted.shape[-1] == 1:  # one number is no choice among classes: a Gaussian of the answers' spread
-            total += float((wanted - found).square().sum() / (2 * wanted.var(correction=0)).clamp_min(1e-30))
-        else:
-            wanted, found = wanted.log_softmax(-1), found.log_softmax(-1)
-            total += float((wanted.exp() * (wanted - found)).sum())
-        count += wanted[..., 0].numel()
+            wanted, found = (as_logits(forward(net, batch)) for net in (model, packed))
+        lost, answers = divergence_of(wanted, found)
+        total, count = total + lost, count + answers
     return total / count
 
 

@@ -21,7 +21,8 @@ from factorpack.methods import Keep, Scalar
 from factorpack.norms import DECIDED, correct_mean, norms_after, small_leftovers
 from factorpack.plan.curves import Curve, allocate, load_curves, save_curves
 from factorpack.plan.planner import Work
-from factorpack.plan.pose import Posed, best_pose, coded_bytes, curve, pose
+from factorpack.plan.pose import OCTAVES, Posed, best_pose, coded_bytes, curve, pose
+from factorpack.plan.refine import Alone, refined
 from factorpack.plan.rules import Rules
 from factorpack.plan.search import Search
 from factorpack.plan.sensitivity import sensitivities
@@ -34,6 +35,7 @@ AIM = 0.997
 """The share of a budget that is aimed at; between LEAST and 1 is good."""
 LEAST = 0.991
 SENSITIVITY_SAMPLES = 256
+HELD_SHARE = 0.125
 MOMENT_BYTES = 1 << 30
 """Moments of as many layers as fit are gathered in one pass over the calibration data."""
 
@@ -43,7 +45,12 @@ class Budgeter:
 
     def __init__(self, work: Work, calibration: Calibration | None) -> None:
         self.source, self.model, self.planner = work.source, work.model, work.planner
-        self.calibration, self.progress = calibration, work.progress
+        self.progress = work.progress
+        held = None
+        if calibration is not None and self.planner.refine and self.planner.equal_slope:
+            calibration, held = calibration.split(HELD_SHARE)
+        self.calibration = calibration
+        self.alone = Alone(self.model, held) if self.model is not None and held is not None else None
         self.curve_file = work.curves
         self.fixed: dict[str, Encoded] = {}
         """Tensors that are no weights, or that the caller decided on."""
@@ -105,11 +112,17 @@ class Budgeter:
                     groups = self.source.transposed_groups.get(name, 0)
                     known = (moments.get(name), self.sensitivity.get(name))
                     with _naming(name):
-                        found[name] = curve(
-                            best_pose(weight, groups, *known, bits, self.planner.rounding), bits
-                        )
+                        posed = best_pose(weight, groups, *known, bits, self.planner.rounding)
+                        found[name] = self._refined(name, posed, curve(posed, bits))
                     bar.advance(name, weight.numel())
         return _with_unknown(found, self.sensitivity)
+
+    def _refined(self, name: str, posed: Posed, predicted: Curve) -> Curve:
+        if self.alone is None or name not in self.sensitivity:
+            return predicted
+        place = len(OCTAVES) // 2
+        encoded = posed.at([predicted.steps[place]])[0][0]
+        return refined(predicted, place, self.alone.divergence(name, encoded))
 
     def _decided(self, name: str) -> bool:
         return name in self.fixed and self.fixed[name].note.startswith(DECIDED)

@@ -6,6 +6,7 @@ their magnitudes on a logarithmic scale. That is how format/entropy.py models th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,7 @@ CLASSES = 24
 REACH = 64
 """Codes beyond +-REACH are rounded to nearest: so far out a neighbour costs hardly less."""
 WIDTH = 2 * REACH + 3
+BLOCK_NUMBERS = 1 << 22
 HIGH_RATE = 0.11552453009332421
 """ln 2 / 6: bits buy squared error at this price, in squared steps, where steps are fine."""
 
@@ -45,7 +47,11 @@ class CodeLengths:
 
     def all(self, values: Tensor) -> Tensor:
         """Every column at once, (batch, rows, columns): for rounding without feedback."""
-        return self._cheaper(values, self.row_class[:, :, None] + self.column_class[:, None, :])
+        codes = torch.empty_like(values)
+        for rows in _row_blocks(values):
+            classes = self.row_class[:, rows, None] + self.column_class[:, None, :]
+            codes[:, rows] = self._cheaper(values[:, rows], classes)
+        return codes
 
     def _cheaper(self, values: Tensor, classes: Tensor) -> Tensor:
         """The nearest code, or its neighbour nearer to zero, the only other one worth a thought."""
@@ -85,6 +91,13 @@ def fit_lengths(values: Tensor, price: float = HIGH_RATE, rounds: int = 2) -> Co
     return lengths
 
 
+def _row_blocks(values: Tensor) -> Iterator[slice]:
+    """Rows of (batch, rows, columns) in blocks, so that memory does not grow with the weight."""
+    many = max(1, BLOCK_NUMBERS // max(values.shape[0] * values.shape[2], 1))
+    for start in range(0, values.shape[1], many):
+        yield slice(start, start + many)
+
+
 def _level(size: Tensor) -> Tensor:
     """Half octaves."""
     return 2.0 * torch.log2(size.clamp_min(1e-4))
@@ -93,11 +106,14 @@ def _level(size: Tensor) -> Tensor:
 def _table(codes: Tensor, row_class: Tensor, column_class: Tensor) -> Tensor:
     """Code lengths from counts: each class's own, leaning on a Laplacian of its spread where it is thin."""
     batch, width = len(codes), 2 * REACH + 1
-    index = (row_class[:, :, None] + column_class[:, None, :]).clamp_(0, CLASSES - 1).mul_(width).add_(REACH)
-    index += codes.clamp(-REACH, REACH).long()
-    counts = codes.new_zeros(batch, CLASSES * width)
-    counts.scatter_add_(1, index.flatten(1), torch.ones_like(codes).flatten(1))
-    counts = counts.reshape(batch, CLASSES, width)
+    counted = torch.zeros(batch * CLASSES * width, dtype=torch.long, device=codes.device)
+    first = torch.arange(batch, device=codes.device)[:, None, None] * CLASSES
+    for rows in _row_blocks(codes):
+        classes = (row_class[:, rows, None] + column_class[:, None, :]).clamp_(0, CLASSES - 1)
+        index = classes.add_(first).mul_(width).add_(REACH)
+        index += codes[:, rows].clamp(-REACH, REACH).long()
+        counted += torch.bincount(index.flatten(), minlength=len(counted))
+    counts = counted.to(codes.dtype).reshape(batch, CLASSES, width)
     spots = torch.arange(-REACH, REACH + 1, device=codes.device, dtype=codes.dtype)
     total = counts.sum(2, keepdim=True)
     spread = ((counts * spots.abs()).sum(2, keepdim=True) + 0.05) / (total + 1.0)
