@@ -1,0 +1,75 @@
+"""Predictions put right by what a weight alone does to the answers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import factorpack as fp
+from factorpack.calibrate import calibrate
+from factorpack.methods import Keep, Scalar
+from factorpack.plan.curves import Curve
+from factorpack.plan.divergence import divergence_of
+from factorpack.plan.refine import MOST, Alone, refined
+from tests.helpers import seeded
+
+CURVE = Curve([0.1, 0.2, 0.4], [300, 200, 100], [1.0, 4.0, 16.0], 800, 1, 0.5)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 5)).eval()
+
+
+def test_divergence_of_two_coins_by_hand() -> None:
+    """KL((1/2, 1/2), (1/4, 3/4)) = (ln 2 + ln 2/3) / 2."""
+    wanted, found = torch.zeros(3, 2), torch.tensor([[0.0, math.log(3.0)]]).expand(3, 2)
+    total, count = divergence_of(wanted, found)
+    assert count == 3
+    assert total / count == pytest.approx((math.log(2) + math.log(2 / 3)) / 2)
+    assert divergence_of(found, found) == (0.0, 3)
+
+
+def test_a_single_number_is_a_gaussian_of_the_answers_spread() -> None:
+    wanted = torch.tensor([[-1.0], [1.0]])
+    assert divergence_of(wanted, wanted + 0.5) == (pytest.approx(2 * 0.25 / 2), 2)
+
+
+def test_one_weight_alone_and_the_model_as_it_was() -> None:
+    model, inputs = net(), seeded(16, 12)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    alone = Alone(model, calibrate(model, [inputs], 16))
+    rough = Scalar(2).encode(model.state_dict()["0.weight"])
+    found = alone.divergence("0.weight", rough)
+    other = net()
+    other.load_state_dict(before | {"0.weight": fp.decode(rough)})
+    with torch.no_grad():
+        total, count = divergence_of(model(inputs), other(inputs))
+    assert found == pytest.approx(total / count)
+    assert alone.divergence("0.weight", Keep().encode(before["0.weight"])) == 0.0  # nothing stayed behind
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("measured", "right"), [(8.0, 2.0), (2.0, 0.5), (400.0, MOST), (1e-3, 1 / MOST)])
+def test_a_prediction_is_put_right_but_not_by_too_much(measured: float, right: float) -> None:
+    """Loss grows like the sensitivity times the step squared: equal slope is at a step smaller by its root."""
+    found = refined(CURVE, 1, measured)
+    assert found.losses == [loss * right for loss in CURVE.losses]
+    assert found.step_at_unit_slope == pytest.approx(CURVE.step_at_unit_slope / right**0.5)
+    assert found.bytes == CURVE.bytes
+
+
+def test_nothing_measured_changes_nothing() -> None:
+    assert refined(CURVE, 1, 0.0) is CURVE
+
+
+def test_a_refined_budget_is_kept() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 300), nn.ReLU(), nn.Linear(300, 200)).eval()
+    planner = fp.Planner(samples=64, refine=True)
+    packed = fp.compress(model, ratio=8, calibration=[seeded(64, 96)], planner=planner, progress=False)
+    plain = fp.compress(model, ratio=8, calibration=[seeded(64, 96)], progress=False)
+    assert packed.curves["0.weight"].step_at_unit_slope != plain.curves["0.weight"].step_at_unit_slope
