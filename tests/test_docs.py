@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
     "name", [found.name for found in pkgutil.walk_packages(factorpack.__path__, "factorpack.")]
 )
 def test_examples_in_docstrings(name: str) -> None:
+    if name.endswith("_triton"):
+        pytest.importorskip("triton", reason="the kernel needs triton, which comes with CUDA builds of torch")
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
