@@ -36,6 +36,8 @@ AIM = 0.997
 LEAST = 0.991
 SENSITIVITY_SAMPLES = 256
 HELD_SHARE = 0.125
+FEWEST_TO_SPLIT = 16
+"""Of fewer inputs none are kept aside to refine the plan on."""
 MOMENT_BYTES = 1 << 30
 """Moments of as many layers as fit are gathered in one pass over the calibration data."""
 
@@ -47,7 +49,8 @@ class Budgeter:
         self.source, self.model, self.planner = work.source, work.model, work.planner
         self.progress = work.progress
         held = None
-        if calibration is not None and self.planner.refine and self.planner.equal_slope:
+        refine = self.planner.refine and self.planner.equal_slope
+        if calibration is not None and refine and len(calibration) >= FEWEST_TO_SPLIT:
             calibration, held = calibration.split(HELD_SHARE)
         self.calibration = calibration
         self.alone = Alone(self.model, held) if self.model is not None and held is not None else None

@@ -66,10 +66,15 @@ def test_nothing_measured_changes_nothing() -> None:
     assert refined(CURVE, 1, 0.0) is CURVE
 
 
-def test_a_refined_budget_is_kept() -> None:
+@pytest.mark.parametrize(("inputs", "differ"), [(64, True), (15, False)])
+def test_a_plan_is_refined_where_there_are_inputs_to_keep_aside(inputs: int, differ: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(96, 300), nn.ReLU(), nn.Linear(300, 200)).eval()
-    planner = fp.Planner(samples=64, refine=True)
-    packed = fp.compress(model, ratio=8, calibration=[seeded(64, 96)], planner=planner, progress=False)
-    plain = fp.compress(model, ratio=8, calibration=[seeded(64, 96)], progress=False)
-    assert packed.curves["0.weight"].step_at_unit_slope != plain.curves["0.weight"].step_at_unit_slope
+    data = [seeded(inputs, 96)]
+    steps = [
+        fp.compress(model, ratio=8, calibration=data, planner=fp.Planner(refine=refine), progress=False)
+        .curves["0.weight"]
+        .step_at_unit_slope
+        for refine in (True, False)
+    ]
+    assert (steps[0] != steps[1]) == differ

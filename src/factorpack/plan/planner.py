@@ -32,7 +32,7 @@ class Planner:
     basis: bool = True
     equal_slope: bool = True
     """Steps from each layer's sensitivity; without it one step for all, relative to each weight's spread."""
-    refine: bool = False
+    refine: bool = True
     """Sensitivities put right by what each layer alone does to the answers to an eighth of the inputs."""
     correct_means: bool = True
     fold_norms: bool = True
