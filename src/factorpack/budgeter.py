@@ -19,9 +19,9 @@ from factorpack.format.streams import raw_bytes
 from factorpack.format.whole import file_bytes
 from factorpack.methods import Keep, Scalar
 from factorpack.norms import DECIDED, correct_mean, norms_after, small_leftovers
-from factorpack.plan.curves import Curve, allocate, load_curves, save_curves
+from factorpack.plan.curves import Curve, allocate, load_curves, save_curves, with_unknown
 from factorpack.plan.planner import Work
-from factorpack.plan.pose import OCTAVES, Posed, best_pose, coded_bytes, curve, pose
+from factorpack.plan.pose import OCTAVES, Posed, best_pose, coded_bytes, curve, meet, pose
 from factorpack.plan.refine import Alone, refined
 from factorpack.plan.rules import Rules
 from factorpack.plan.search import Search
@@ -118,7 +118,7 @@ class Budgeter:
                         posed = best_pose(weight, groups, *known, bits, self.planner.rounding)
                         found[name] = self._refined(name, posed, curve(posed, bits))
                     bar.advance(name, weight.numel())
-        return _with_unknown(found, self.sensitivity)
+        return with_unknown(found, self.sensitivity)
 
     def _refined(self, name: str, posed: Posed, predicted: Curve) -> Curve:
         if self.alone is None or name not in self.sensitivity:
@@ -184,7 +184,7 @@ class Budgeter:
         with _naming(name):
             used = moments if self.planner.second_order else None
             posed = pose(weight, groups, used, self.sensitivity.get(name), tile, self.planner.rounding)
-            step, encoded = _meet(posed, step, aim)
+            step, encoded = meet(posed, step, aim)
         self._put(name, encoded, weight, moments, compressed)
         return _Done(encoded, step, posed, moments)
 
@@ -390,29 +390,3 @@ def _modules(model: nn.Module, calibration: Calibration | None, coded: Sequence[
 def _moment_bytes(shape: tuple[int, ...]) -> int:
     inputs = torch.Size(shape[1:]).numel()
     return 4 * inputs * inputs * (shape[0] if len(shape) > 2 and shape[1] == 1 else 1)
-
-
-def _with_unknown(curves: dict[str, Curve], known: Mapping[str, float]) -> dict[str, Curve]:
-    """Weights of unknown sensitivity take the median layer's: the same step relative to their spread."""
-    if not known:
-        return curves
-    ratios = sorted(curves[name].step_at_unit_slope / curves[name].steps[0] for name in known)
-    middle = ratios[len(ratios) // 2]
-    return {
-        name: one if name in known else replace(one, step_at_unit_slope=middle * one.steps[0])
-        for name, one in curves.items()
-    }
-
-
-def _meet(posed: Posed, step: float, aim: float) -> tuple[float, Encoded]:
-    """The step near `step` at which a weight takes about `aim` bytes, and its codes there."""
-    search = Search(posed.weight.numel())
-    for _ in range(4):
-        encoded = posed.at([step])[0][0]
-        size = coded_bytes(encoded)
-        if abs(size - aim) <= 0.01 * aim + 32:
-            break
-        tried, step = step, search.after(step, size, aim)
-    else:
-        return tried, encoded
-    return step, encoded

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import log2, sqrt
 from pathlib import Path
 
@@ -64,6 +64,18 @@ def allocate(curves: Mapping[str, Curve], budget: float) -> dict[str, float]:
         middle = sqrt(low * high)
         low, high = (middle, high) if total(middle) > budget else (low, middle)
     return {name: curve.step_at_unit_slope * high for name, curve in curves.items()}
+
+
+def with_unknown(curves: dict[str, Curve], known: Mapping[str, float]) -> dict[str, Curve]:
+    """Weights of unknown sensitivity take the median layer's: the same step relative to their spread."""
+    if not known:
+        return curves
+    ratios = sorted(curves[name].step_at_unit_slope / curves[name].steps[0] for name in known)
+    middle = ratios[len(ratios) // 2]
+    return {
+        name: one if name in known else replace(one, step_at_unit_slope=middle * one.steps[0])
+        for name, one in curves.items()
+    }
 
 
 def save_curves(path: Path, curves: Mapping[str, Curve], fingerprint: str) -> None:

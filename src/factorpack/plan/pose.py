@@ -11,6 +11,7 @@ from torch import Tensor
 from factorpack.format.streams import estimated_part_bytes, split_of
 from factorpack.methods.second_order import as_encoded, rows_of
 from factorpack.plan.curves import Curve
+from factorpack.plan.search import Search
 from factorpack.quantize.uniform import storable
 from factorpack.record import Encoded, LayerMoments
 from factorpack.solve.code_length import HIGH_RATE
@@ -137,6 +138,20 @@ def curve(posed: Posed, bits: float) -> Curve:
         posed.tile,
         posed.step_at_unit_slope(),
     )
+
+
+def meet(posed: Posed, step: float, aim: float) -> tuple[float, Encoded]:
+    """The step near `step` at which a weight takes about `aim` bytes, and its codes there."""
+    search = Search(posed.weight.numel())
+    for _ in range(4):
+        encoded = posed.at([step])[0][0]
+        size = coded_bytes(encoded)
+        if abs(size - aim) <= 0.01 * aim + 32:
+            break
+        tried, step = step, search.after(step, size, aim)
+    else:
+        return tried, encoded
+    return step, encoded
 
 
 def middle_step(posed: Posed, bits: float) -> float:
