@@ -17,12 +17,12 @@ from factorpack.errors import PlanError
 from factorpack.methods.protocol import check_type
 from factorpack.plan.curves import Curve
 from factorpack.plan.divergence import divergence_of
-from factorpack.plan.planner import Work
+from factorpack.plan.planner import HELD_SHARE, Work
 from factorpack.plan.sensitivity import as_logits
 from factorpack.record import Encoded
+from factorpack.size import fp32_bytes
 from factorpack.source import Source
 
-HELD_SHARE = 0.125
 FIRST_RATIO, RATIOS = 16.0, (2.0, 128.0)
 
 
@@ -104,8 +104,4 @@ def _evaluating(model: nn.Module | None) -> AbstractContextManager[None]:
 
 
 def _source_bytes(source: Source) -> int:
-    """In FP32; integers as they are."""
-    return sum(
-        torch.Size(entry.shape).numel() * (4 if entry.dtype.is_floating_point else entry.dtype.itemsize)
-        for entry in source.entries.values()
-    )
+    return sum(fp32_bytes(entry.dtype, entry.numel) for entry in source.entries.values())

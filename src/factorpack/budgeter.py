@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from factorpack.calibrate import Calibration
 from factorpack.decode import decode
-from factorpack.errors import FactorpackError, PlanError
+from factorpack.errors import PlanError, while_compressing
 from factorpack.format.schema import EXPANSION
 from factorpack.format.streams import raw_bytes
 from factorpack.format.whole import file_bytes
 from factorpack.methods import Keep, Scalar
 from factorpack.norms import DECIDED, correct_mean, norms_after, small_leftovers
 from factorpack.plan.curves import Curve, allocate, load_curves, save_curves, with_unknown
-from factorpack.plan.planner import Work
-from factorpack.plan.pose import OCTAVES, Posed, best_pose, coded_bytes, curve, meet, pose
-from factorpack.plan.refine import Alone, refined
+from factorpack.plan.planner import HELD_SHARE, Work
+from factorpack.plan.pose import Posed, best_pose, coded_bytes, curve, meet, pose
+from factorpack.plan.refine import Alone
 from factorpack.plan.rules import Rules
 from factorpack.plan.search import Search
 from factorpack.plan.sensitivity import sensitivities
@@ -35,7 +35,6 @@ AIM = 0.997
 """The share of a budget that is aimed at; between LEAST and 1 is good."""
 LEAST = 0.991
 SENSITIVITY_SAMPLES = 256
-HELD_SHARE = 0.125
 FEWEST_TO_SPLIT = 16
 """Of fewer inputs none are kept aside to refine the plan on."""
 MOMENT_BYTES = 1 << 30
@@ -62,7 +61,7 @@ class Budgeter:
             if choice.note or isinstance(choice.method, Keep):
                 groups = self.source.transposed_groups.get(name, 0)
                 encoded = choice.method.encode(self.source.entries[name].load(), groups)
-                self.fixed[name] = encoded.noted(choice.note) if choice.note else encoded
+                self.fixed[name] = encoded.noted(choice.note)
             else:
                 self.coded.append(name)
         if not self.coded:
@@ -114,18 +113,17 @@ class Budgeter:
                     weight = self.source.entries[name].load()
                     groups = self.source.transposed_groups.get(name, 0)
                     known = (moments.get(name), self.sensitivity.get(name))
-                    with _naming(name):
+                    with while_compressing(name):
                         posed = best_pose(weight, groups, *known, bits, self.planner.rounding)
-                        found[name] = self._refined(name, posed, curve(posed, bits))
+                        found[name] = curve(posed, bits, self._alone(name))
                     bar.advance(name, weight.numel())
         return with_unknown(found, self.sensitivity)
 
-    def _refined(self, name: str, posed: Posed, predicted: Curve) -> Curve:
+    def _alone(self, name: str) -> Callable[[Encoded], float] | None:
+        """What measures a weight's own part in the loss, where a plan is refined by that."""
         if self.alone is None or name not in self.sensitivity:
-            return predicted
-        place = len(OCTAVES) // 2
-        encoded = posed.at([predicted.steps[place]])[0][0]
-        return refined(predicted, place, self.alone.divergence(name, encoded))
+            return None
+        return partial(self.alone.divergence, name)
 
     def _decided(self, name: str) -> bool:
         return name in self.fixed and self.fixed[name].note.startswith(DECIDED)
@@ -181,7 +179,7 @@ class Budgeter:
         moments = self._moments(name, compressed)
         groups = self.source.transposed_groups.get(name, 0)
         weight = self.source.entries[name].load()
-        with _naming(name):
+        with while_compressing(name):
             used = moments if self.planner.second_order else None
             posed = pose(weight, groups, used, self.sensitivity.get(name), tile, self.planner.rounding)
             step, encoded = meet(posed, step, aim)
@@ -277,8 +275,7 @@ class Budgeter:
             state = compressed.state_dict()
             for name, encoded in fixed.items():
                 if encoded.kind == "keep" and not self._decided(name) and name in state:
-                    fresh = Keep().encode(state[name])
-                    fixed[name] = fresh.noted(encoded.note) if encoded.note else fresh
+                    fixed[name] = Keep().encode(state[name]).noted(encoded.note)
         small = small_leftovers(fixed, self.model, self.planner.fold_norms)
         return {name: coded[name] if name in coded else small[name] for name in self.source.entries}
 
@@ -340,7 +337,7 @@ class Budgeter:
         )
 
     def _numel(self) -> int:
-        return sum(torch.Size(self.source.entries[name].shape).numel() for name in self.coded)
+        return sum(self.source.entries[name].numel for name in self.coded)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -363,16 +360,6 @@ class _Best:
     def offer(self, max_bytes: int, size: int, tensors: dict[str, Encoded]) -> None:
         if self.size < size <= max_bytes:
             self.size, self.tensors = size, tensors
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Errors inside say which tensor it was."""
-    try:
-        yield
-    except FactorpackError as error:
-        error.add_note(f"while compressing tensor {name!r}")
-        raise
 
 
 def _modules(model: nn.Module, calibration: Calibration | None, coded: Sequence[str]) -> dict[str, str]:

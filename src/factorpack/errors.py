@@ -1,5 +1,10 @@
 """What can go wrong, in four words a caller can catch."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class FactorpackError(Exception):
     """Base of every error factorpack raises on purpose."""
@@ -19,3 +24,13 @@ class SourceError(FactorpackError):
 
 class FormatError(FactorpackError):
     """A packed file is damaged, hostile or from an unknown version."""
+
+
+@contextmanager
+def while_compressing(name: str) -> Iterator[None]:
+    """Errors inside say which tensor it was."""
+    try:
+        yield
+    except FactorpackError as error:
+        error.add_note(f"while compressing tensor {name!r}")
+        raise

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from factorpack.budget import budget_bytes, compress_to_budget, compress_to_loss
 from factorpack.calibrate import Calibration, calibrate, evaluating
 from factorpack.decode import decode
-from factorpack.errors import FactorpackError, PlanError, SourceError
+from factorpack.errors import PlanError, SourceError, while_compressing
 from factorpack.format.container import Reader, write_plain
 from factorpack.format.whole import write_packed
 from factorpack.methods import QSPCA, Method, samples_of
@@ -234,7 +234,7 @@ def _encode_all(source: Source, plan: Mapping[str, Choice], progress: bool) -> I
         for name, choice in plan.items():
             bar.show(name)
             yield name, _encode(name, source, choice)
-            bar.advance(name, torch.Size(source.entries[name].shape).numel())
+            bar.advance(name, source.entries[name].numel)
 
 
 def _encode_calibrated(
@@ -287,16 +287,13 @@ def _sample(
 
 
 def _numel(source: Source) -> int:
-    return sum(torch.Size(entry.shape).numel() for entry in source.entries.values())
+    return sum(entry.numel for entry in source.entries.values())
 
 
 def _encode(
     name: str, source: Source, choice: Choice, sample: LayerSample | LayerMoments | None = None
 ) -> Encoded:
-    try:
+    with while_compressing(name):
         weight = source.entries[name].load()
         encoded = choice.method.encode(weight, source.transposed_groups.get(name, 0), sample)
-    except FactorpackError as error:
-        error.add_note(f"while compressing tensor {name!r}")
-        raise
-    return encoded.noted(choice.note) if choice.note else encoded
+    return encoded.noted(choice.note)

@@ -83,7 +83,7 @@ def small_leftovers(
     statistics. Tensors the caller excluded, or chose a method for, stay as they are.
     """
     small = {
-        name: _noted_like(leftover(decode(encoded)), encoded)
+        name: leftover(decode(encoded)).noted(encoded.note)
         for name, encoded in tensors.items()
         if encoded.kind == "keep" and not encoded.note.startswith(DECIDED)
     }
@@ -107,10 +107,6 @@ def _folded(
         "running_var": constant(variance, 1.0 - eps),
     }
     return {prefix + part: encoded.noted("folded batch norm") for part, encoded in named.items()}
-
-
-def _noted_like(encoded: Encoded, other: Encoded) -> Encoded:
-    return encoded.noted(other.note) if other.note else encoded
 
 
 def leftover(value: Tensor) -> Encoded:

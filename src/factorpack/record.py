@@ -64,6 +64,9 @@ class Encoded:
         return math.prod(self.shape)
 
     def noted(self, note: str) -> Encoded:
+        """The same with one more reason in front; an empty one changes nothing."""
+        if not note:
+            return self
         return replace(self, note=f"{note}; {self.note}" if self.note else note)
 
 

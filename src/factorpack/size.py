@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from factorpack.record import Encoded, dtype_name
 
 ITEMS = ("codebook", "latent", "mask", "scales", "mean", "values", "header")
@@ -91,6 +93,11 @@ def size_report(
     return SizeReport(tuple(lines), original, counted / compressed if compressed else 1.0, file_bytes)
 
 
+def fp32_bytes(dtype: torch.dtype, numel: int) -> int:
+    """What ratios are counted against: floats in FP32, anything else in its own type."""
+    return numel * (4 if dtype.is_floating_point else dtype.itemsize)
+
+
 def fixed_bits(encoded: Encoded) -> dict[str, int]:
     """L_c = d k b_c + k n + (1-r) k n b_z + L_q, item by item."""
     items = dict.fromkeys(ITEMS, 0)
@@ -129,12 +136,11 @@ def _width(low: int, high: int) -> int:
 
 
 def _tensor_size(name: str, encoded: Encoded, stored: Mapping[str, int] | None) -> TensorSize:
-    itemsize = 4 if encoded.dtype.is_floating_point else encoded.dtype.itemsize
     return TensorSize(
         name,
         encoded.kind,
         encoded.shape,
-        itemsize * encoded.numel,
+        fp32_bytes(encoded.dtype, encoded.numel),
         fixed_bits(encoded),
         stored,
         words(encoded),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +35,10 @@ class Entry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     load: Callable[[], Tensor]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

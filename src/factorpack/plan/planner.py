@@ -18,6 +18,9 @@ from factorpack.solve.code_length import HIGH_RATE
 from factorpack.solve.second_order import DAMPING
 from factorpack.source import Source
 
+HELD_SHARE = 0.125
+"""Of the calibration inputs, kept aside to measure on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Planner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
 
@@ -11,11 +12,13 @@ from torch import Tensor
 from factorpack.format.streams import estimated_part_bytes, split_of
 from factorpack.methods.second_order import as_encoded, rows_of
 from factorpack.plan.curves import Curve
+from factorpack.plan.refine import refined
 from factorpack.plan.search import Search
 from factorpack.quantize.uniform import storable
 from factorpack.record import Encoded, LayerMoments
 from factorpack.solve.code_length import HIGH_RATE
 from factorpack.solve.second_order import DAMPING, Problem, problem, tile_basis
+from factorpack.tiles import out_first_shape
 
 LARGE_TILES = (16, 256)
 """Tiles tried beside none and the kernel: a small one, and the paper's."""
@@ -124,13 +127,16 @@ def best_pose(
     return best
 
 
-def curve(posed: Posed, bits: float) -> Curve:
-    """Seven octaves of steps about `bits` a weight, and one at which nothing but zeros is left."""
+def curve(posed: Posed, bits: float, loss_of: Callable[[Encoded], float] | None = None) -> Curve:
+    """Seven octaves of steps about `bits` a weight, and one at which nothing but zeros is left.
+
+    With `loss_of` the losses are put right by the one it measures at the middle step.
+    """
     middle = middle_step(posed, bits)
     steps = [middle * 2.0**octave for octave in OCTAVES]
     steps.append(max(2.0 * steps[-1], 4.0 * float(posed.problem.latent.abs().max())))
     found = posed.at(steps)
-    return Curve(
+    predicted = Curve(
         steps,
         [coded_bytes(encoded) for encoded, _ in found],
         [loss for _, loss in found],
@@ -138,6 +144,8 @@ def curve(posed: Posed, bits: float) -> Curve:
         posed.tile,
         posed.step_at_unit_slope(),
     )
+    place = len(OCTAVES) // 2
+    return predicted if loss_of is None else refined(predicted, place, loss_of(found[place][0]))
 
 
 def meet(posed: Posed, step: float, aim: float) -> tuple[float, Encoded]:
@@ -169,10 +177,8 @@ def coded_bytes(encoded: Encoded) -> int:
 
 
 def _tiles(weight: Tensor, transposed_groups: int) -> list[int]:
-    rows = rows_of(weight, transposed_groups)
+    inputs = weight.numel() // out_first_shape(tuple(weight.shape), transposed_groups)[0]
     kernel = weight[0, 0].numel() if weight.dim() > 2 else 1
     wanted = [1, kernel, *LARGE_TILES]
     # C must be cheap beside the codes, and a tile lie inside one filter.
-    return [
-        t for t in dict.fromkeys(wanted) if rows.shape[1] % t == 0 and (t == 1 or t * t * 8 <= weight.numel())
-    ]
+    return [t for t in dict.fromkeys(wanted) if inputs % t == 0 and (t == 1 or t * t * 8 <= weight.numel())]

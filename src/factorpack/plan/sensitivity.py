@@ -84,7 +84,7 @@ def _log_likelihood(answer: Any, generator: torch.Generator) -> tuple[Tensor, in
             raise SourceError("the model answers with NaN or infinity on the calibration data")
         labels = torch.multinomial(shares, 1, generator=generator)[:, 0].to(flat.device)
         return nn.functional.cross_entropy(flat.float(), labels, reduction="sum"), len(logits)
-    values = logits if isinstance(logits, Tensor) else first_tensor(answer)
+    values = as_logits(answer)
     noise = torch.randn(values.shape, generator=generator).to(values)
     spread = values.detach().float().square().mean().sqrt().clamp_min(1e-12)
     return (values * noise).sum() / spread, len(values)

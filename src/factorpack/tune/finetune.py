@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from factorpack.errors import PlanError, SourceError
 from factorpack.format.whole import file_bytes
 from factorpack.model import Packed
+from factorpack.norms import NORMS
 from factorpack.progress import Progress
 from factorpack.tune.batches import generators_of, length_of, pair_of
 from factorpack.tune.checkpoint import (
@@ -30,7 +31,6 @@ from factorpack.tune.schedule import Schedule as Schedule
 from factorpack.tune.steer import Finish, Steering, budget_for, finished
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-_NORMS = nn.modules.batchnorm._BatchNorm
 _LOOK_EVERY = 20
 
 
@@ -213,7 +213,7 @@ class _Run:
         self.tuned.train()
         if self.schedule.batch_norm == "frozen":
             for module in self.tuned.modules():
-                if isinstance(module, _NORMS):
+                if isinstance(module, NORMS):
                     module.eval()
 
     def _resume(self, checkpoint: Path | None) -> int:

@@ -18,12 +18,14 @@ from factorpack.record import Encoded
 from factorpack.tune.blocks import block_sample, blocks_of
 from factorpack.tune.packed_model import PackedModel
 from factorpack.tune.rate import RateTerm, quantized_rows
+from factorpack.tune.schedule import Schedule
 from factorpack.tune.steer import Controller
 from factorpack.tune.trainable import TRAINABLE
 from factorpack.tune.trim import trim, without_dead_rows
 
 BATCH = 32
 FIRST_RATE = 1e-4
+_FALL = Schedule(final_share=0.0)
 _LOOK_EVERY = 10
 _HORIZON = 10.0  # looks in which a size that has grown shall be back
 
@@ -97,7 +99,7 @@ class _Block:
         for step in range(steps):
             self._look(step)
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate * 0.5 * (1 + math.cos(math.pi * step / steps))
+                group["lr"] = learning_rate * _FALL.decay(step, steps)
             picked = torch.randint(len(inputs), (min(BATCH, len(inputs)),), generator=generator)
             picked = picked.to(inputs.device)
             error = (self.tuned(inputs[picked]) - outputs[picked]).square().mean() / energy
