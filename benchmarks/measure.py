@@ -7,11 +7,13 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import factorpack as fp
 from benchmarks.data import Images, normalized
 
 
@@ -53,6 +55,13 @@ def fidelity(logits: Tensor, reference: Tensor, labels: Tensor) -> dict[str, flo
         "agreement": 100.0 * float((logits.argmax(1) == reference.argmax(1)).float().mean()),
         "kl": float(kl),
     }
+
+
+def reloaded(packed: fp.Packed, folder: str) -> fp.Packed:
+    """A packed model written to a file in `folder` and opened from there: what is measured is a file."""
+    path = Path(folder) / "packed.safetensors"
+    fp.save(packed, path)
+    return fp.load(path)
 
 
 def seconds(work: Callable[[], object], repeats: int = 5) -> float:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import tempfile
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import factorpack as fp
 from benchmarks.data import imagenet_train, imagenet_val, normalized, pretrained, shuffled
-from benchmarks.measure import fidelity, predictions, top1
+from benchmarks.measure import fidelity, predictions, reloaded, top1
 from benchmarks.training import device, spread
 from factorpack.methods import METHODS, from_fields, samples_of
 
@@ -78,26 +77,25 @@ def _rank(fields: dict[str, Any], ratio: float, model: str) -> int:
         rank = (low + high) // 2
         method = from_fields(METHODS, {**settings, "rank": rank})
         packed = fp.compress(pretrained(model), method, progress=False)
-        low, high = (rank, high) if _file(packed)[1] >= ratio else (low, rank)
+        low, high = (rank, high) if _ratio(packed) >= ratio else (low, rank)
     return low
 
 
-def _file(packed: fp.Packed, path: Path | None = None) -> tuple[int, float]:
+def _ratio(packed: fp.Packed) -> float:
     with tempfile.TemporaryDirectory() as folder:
-        fp.save(packed, path or Path(folder) / "packed.safetensors")
-        report = packed.size()
-        return report.file_bytes or 0, report.file_ratio or 0.0
+        return reloaded(packed, folder).size().file_ratio or 0.0
 
 
-def measured(packed: fp.Packed, model: str, measure: str) -> dict[str, float]:
+def measured(packed: fp.Packed, model: str, measure: str) -> dict[str, Any]:
     """Size of the file on disk, and how the model read back from it answers."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "packed.safetensors"
-        file_bytes, file_ratio = _file(packed, path)
+        loaded = reloaded(packed, folder)
+        report = loaded.size()
         images, labels = _images(measure)
         reference = predictions(pretrained(model).to(device()), images)
-        answers = predictions(fp.load(path).load_into(pretrained(model)).to(device()).eval(), images)
-    return {"file_bytes": file_bytes, "file_ratio": file_ratio, **fidelity(answers, reference, labels)}
+        answers = predictions(loaded.load_into(pretrained(model)).to(device()).eval(), images)
+    sizes = {"file_bytes": report.file_bytes, "file_ratio": report.file_ratio}
+    return {**sizes, **fidelity(answers, reference, labels)}
 
 
 def _images(measure: str) -> Any:

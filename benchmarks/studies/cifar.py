@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import tempfile
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import factorpack as fp
 from benchmarks.data import cifar10, normalized, shuffled
-from benchmarks.measure import top1
+from benchmarks.measure import reloaded, top1
 from benchmarks.training import Augmented, case_of, cifar_net, device, spread
 from factorpack.methods import METHODS, from_fields
 
@@ -48,9 +47,7 @@ def _one(case: dict[str, Any], model: str, seed: int, fp32_epochs: int, measure_
     packed = fp.compress(net, from_fields(METHODS, case["method"]), calibration=calibration, progress=False)
     before = top1(packed.load_into(copy.deepcopy(net)).eval(), test, batch=500)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "packed.safetensors"
-        fp.save(packed, path)
-        start = packed.size()
+        start = reloaded(packed, folder).size()
         fp.finetune(
             packed,
             copy.deepcopy(net),
@@ -59,8 +56,7 @@ def _one(case: dict[str, Any], model: str, seed: int, fp32_epochs: int, measure_
             schedule=fp.Schedule(seed=seed, **settings),
             progress=False,
         )
-        fp.save(packed, path)
-        loaded = fp.load(path)
+        loaded = reloaded(packed, folder)
         report = loaded.size()
         after = top1(loaded.load_into(copy.deepcopy(net)).eval(), test, batch=500)
     return {

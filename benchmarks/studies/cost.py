@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 
 import factorpack as fp
 from benchmarks.data import imagenet_train, normalized, pretrained, shuffled
-from benchmarks.measure import peak_bytes, reset_peak
+from benchmarks.measure import peak_bytes, reloaded, reset_peak
 from benchmarks.training import device
 
 
@@ -41,8 +40,7 @@ def _timed(
     packed = fp.compress(net, ratio=ratio, calibration=batches, planner=planner, progress=False)
     seconds = time.perf_counter() - started
     with tempfile.TemporaryDirectory() as folder:
-        fp.save(packed, Path(folder) / "packed.safetensors")
-        report = packed.size()
+        report = reloaded(packed, folder).size()
     row = {
         "parameters": sum(value.numel() for value in net.state_dict().values()),
         "samples": samples,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import factorpack as fp
 from benchmarks.data import imagenet_train, imagenet_val, normalized, pretrained, shuffled
-from benchmarks.measure import fidelity, predictions
+from benchmarks.measure import fidelity, predictions, reloaded
 from benchmarks.training import Augmented, case_of, device, spread
 from factorpack.methods import METHODS, from_fields
 
@@ -54,9 +53,7 @@ def _one(case: dict[str, Any], model: str, measure_on: str) -> dict[str, Any]:
         progress=False,
     )
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "packed.safetensors"
-        fp.save(packed, path)
-        loaded = fp.load(path)
+        loaded = reloaded(packed, folder)
         report = loaded.size()
         after = fidelity(predictions(_loaded(loaded, model), held[0], 250), reference, held[1])
     sizes = {"file_ratio": report.file_ratio, "paper_ratio": report.paper_ratio}

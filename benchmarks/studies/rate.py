@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import tempfile
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 
 import factorpack as fp
 from benchmarks.data import cifar10, normalized, shuffled
-from benchmarks.measure import top1
+from benchmarks.measure import reloaded, top1
 from benchmarks.training import Augmented, Case, cifar_net, device, spread
 from factorpack.methods import METHODS, from_fields
 from factorpack.norms import small_leftovers
@@ -96,9 +95,7 @@ def _folded(packed: fp.Packed, model: nn.Module) -> fp.Packed:
 def _measured(packed: fp.Packed, net: nn.Module, test: tuple[torch.Tensor, torch.Tensor]) -> Case:
     """Size and accuracy of the file, read back."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "packed.safetensors"
-        fp.save(packed, path)
-        loaded = fp.load(path)
+        loaded = reloaded(packed, folder)
         report = loaded.size()
         after = top1(loaded.load_into(copy.deepcopy(net)).eval(), test, batch=500)
     return {

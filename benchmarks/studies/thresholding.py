@@ -5,14 +5,13 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 import factorpack as fp
 from benchmarks.data import imagenet_train, imagenet_val, normalized, pretrained, shuffled
-from benchmarks.measure import top1
+from benchmarks.measure import reloaded, top1
 from benchmarks.training import device, spread
 from factorpack.quantize.uniform import from_codes
 from factorpack.solve.threshold import extra_zero_mask
@@ -119,9 +118,7 @@ def _sparsified(encoded: fp.Encoded, sparsity: float, sort: str) -> fp.Encoded:
 def measured(packed: fp.Packed, model: str, val: Any) -> dict[str, float]:
     """Size and accuracy of a file on disk."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "packed.safetensors"
-        fp.save(packed, path)
-        loaded = fp.load(path)
+        loaded = reloaded(packed, folder)
         report = loaded.size()
         net = loaded.load_into(pretrained(model)).to(device()).eval()
         return {
