@@ -424,7 +424,8 @@ def test_one_answer_instead_of_logits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["second_order", "sequential", "basis", "equal_slope", "correct_means", "fold_norms"]
+    "field",
+    ["second_order", "sequential", "basis", "equal_slope", "correct_means", "correct_spread", "fold_norms"],
 )
 def test_every_ingredient_can_be_left_out(field: str, tmp_path: Path) -> None:
     model = trained(nn.Sequential(nn.Linear(24, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64)))

@@ -13,7 +13,15 @@ import factorpack as fp
 from benchmarks.zoo import resnet18
 from factorpack.decode import decode
 from factorpack.methods import Keep
-from factorpack.norms import constant, correct_mean, half, leftover, norms_after, small_leftovers
+from factorpack.norms import (
+    MOST_SPREAD,
+    constant,
+    correct_outputs,
+    half,
+    leftover,
+    norms_after,
+    small_leftovers,
+)
 from factorpack.record import Encoded
 from factorpack.solve.moments import MomentsOf
 from tests.helpers import assert_close, assert_same_tensor, relative_error, seeded
@@ -83,6 +91,10 @@ def per_channel(values: Tensor) -> Tensor:
     return values.movedim(1, -1).flatten(0, -2).double().mean(0)
 
 
+def spread(values: Tensor) -> Tensor:
+    return values.movedim(1, -1).flatten(0, -2).double().std(0, correction=0)
+
+
 LAYERS: dict[str, tuple[Callable[[], nn.Module], type[nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Linear(6, 8), nn.BatchNorm1d, (50, 6)),
     "convolution": (lambda: nn.Conv2d(4, 6, 3, padding=1), nn.BatchNorm2d, (5, 4, 6, 6)),
@@ -113,9 +125,44 @@ def test_the_mean_output_is_the_original_s_again(case: str, with_norm: bool) -> 
         layer.weight.copy_(changed)
         assert relative_error(per_channel(norm(layer(inputs))), wanted) > 0.05
         bias = layer.bias.detach().clone()
-        assert correct_mean(layer, norm if with_norm else None, changed.flatten(1), before, running.result())
+        assert correct_outputs(
+            layer, norm if with_norm else None, changed.flatten(1), before, running.result()
+        )
         assert_close(per_channel(norm(layer(inputs))), wanted, torch.float32)
     assert torch.equal(layer.bias, bias) == with_norm
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_behind_a_norm_outputs_have_the_spread_they_had(case: str) -> None:
+    make, norm_type, shape = LAYERS[case]
+    layer = make()
+    weight = layer.weight.detach().clone()
+    norm = norm_type(len(weight)).eval()
+    norm.running_mean.copy_(seeded(len(weight)))
+    norm.running_var.copy_(seeded(len(weight), seed=1).abs() + 0.1)
+    original = seeded(*shape) + 1.0
+    inputs = 0.8 * original + 0.2
+    running = MomentsOf(layer, 1 << 30)
+    running.add(inputs, original)
+    with torch.no_grad():
+        mean, deviation = per_channel(norm(layer(original))), spread(norm(layer(original)))
+        shrunk = weight * 0.7
+        layer.weight.copy_(shrunk)
+        assert relative_error(spread(norm(layer(inputs))), deviation) > 0.3
+        correct_outputs(layer, norm, shrunk.flatten(1), weight.flatten(1), running.result())
+        assert_close(per_channel(norm(layer(inputs))), mean, torch.float32)
+        assert_close(spread(norm(layer(inputs))), deviation, torch.float32)
+
+
+def test_a_channel_that_never_varied_keeps_its_norm() -> None:
+    layer, norm = nn.Linear(4, 3, bias=False), nn.BatchNorm1d(3).eval()
+    running = MomentsOf(layer, 1 << 30)
+    running.add(seeded(9, 4))
+    weight = layer.weight.detach().clone()
+    weight[1] = 0.0
+    correct_outputs(layer, norm, 5 * weight, weight, running.result())
+    assert norm.running_var[1] == 1.0
+    assert norm.running_var[0] == pytest.approx(MOST_SPREAD, rel=1e-3)
 
 
 def test_a_layer_with_neither_norm_nor_bias_stays_as_it_is() -> None:
@@ -123,9 +170,9 @@ def test_a_layer_with_neither_norm_nor_bias_stays_as_it_is() -> None:
     running = MomentsOf(layer, 1 << 30)
     running.add(seeded(9, 4))
     weight = layer.weight.detach()
-    assert not correct_mean(layer, None, weight, weight + 1.0, running.result())
+    assert not correct_outputs(layer, None, weight, weight + 1.0, running.result())
     norm = nn.BatchNorm1d(3, track_running_stats=False)
-    assert not correct_mean(layer, norm, weight, weight + 1.0, running.result())
+    assert not correct_outputs(layer, norm, weight, weight + 1.0, running.result())
 
 
 # -- leftovers ---------------------------------------------------------------------------------------

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +17,11 @@ from factorpack.format.schema import EXPANSION
 from factorpack.format.streams import raw_bytes
 from factorpack.format.whole import file_bytes
 from factorpack.methods import Keep, Scalar
-from factorpack.norms import DECIDED, correct_mean, norms_after, small_leftovers
+from factorpack.norms import DECIDED, correct_outputs, norms_after, small_leftovers
 from factorpack.plan.curves import Curve, allocate, load_curves, save_curves, with_unknown
 from factorpack.plan.planner import HELD_SHARE, Work
 from factorpack.plan.pose import Posed, best_pose, coded_bytes, curve, meet, pose
-from factorpack.plan.refine import Alone
+from factorpack.plan.refine import Alone, refined
 from factorpack.plan.rules import Rules
 from factorpack.plan.search import Search
 from factorpack.plan.sensitivity import sensitivities
@@ -35,6 +34,8 @@ AIM = 0.997
 """The share of a budget that is aimed at; between LEAST and 1 is good."""
 LEAST = 0.991
 SENSITIVITY_SAMPLES = 256
+REFINEMENTS = 2
+"""How often a plan is put right by measurement: the second time at the steps of the first."""
 FEWEST_TO_SPLIT = 16
 """Of fewer inputs none are kept aside to refine the plan on."""
 MOMENT_BYTES = 1 << 30
@@ -106,6 +107,7 @@ class Budgeter:
 
     def _measured_curves(self, bits: float) -> dict[str, Curve]:
         found: dict[str, Curve] = {}
+        codes: dict[str, list[Encoded]] = {}
         with Progress("planning", self._numel(), self.progress) as bar:
             for names, moments in self._moments_in_chunks():
                 for name in names:
@@ -115,15 +117,30 @@ class Budgeter:
                     known = (moments.get(name), self.sensitivity.get(name))
                     with while_compressing(name):
                         posed = best_pose(weight, groups, *known, bits, self.planner.rounding)
-                        found[name] = curve(posed, bits, self._alone(name))
+                        found[name], at_steps = curve(posed, bits)
+                    if self.alone is not None and name in self.sensitivity:
+                        codes[name] = at_steps
                     bar.advance(name, weight.numel())
-        return with_unknown(found, self.sensitivity)
+        found = with_unknown(found, self.sensitivity)
+        return found if self.alone is None else self._refined(self.alone, found, codes, bits)
 
-    def _alone(self, name: str) -> Callable[[Encoded], float] | None:
-        """What measures a weight's own part in the loss, where a plan is refined by that."""
-        if self.alone is None or name not in self.sensitivity:
-            return None
-        return partial(self.alone.divergence, name)
+    def _refined(
+        self, alone: Alone, found: dict[str, Curve], codes: Mapping[str, list[Encoded]], bits: float
+    ) -> dict[str, Curve]:
+        """Curves put right by what each weight alone does at the step planned for it, and planned anew."""
+        measured: dict[tuple[str, int], float] = {}
+        with Progress("refining", REFINEMENTS * len(codes), self.progress) as bar:
+            for _ in range(REFINEMENTS):
+                steps = allocate(found, bits * self._numel() / 8)
+                for name, at_steps in codes.items():
+                    bar.show(name)
+                    place = found[name].nearest(steps[name])
+                    if (name, place) not in measured:
+                        measured[name, place] = alone.divergence(name, at_steps[place])
+                    found[name] = refined(found[name], place, measured[name, place])
+                    bar.advance(name, 1)
+                found = with_unknown(found, self.sensitivity)
+        return found
 
     def _decided(self, name: str) -> bool:
         return name in self.fixed and self.fixed[name].note.startswith(DECIDED)
@@ -202,12 +219,13 @@ class Budgeter:
         module = self.module_of.get(name)
         if module is not None and moments is not None and self.planner.correct_means:
             layer, norm = compressed.get_submodule(module), self.norm_of.get(module)
-            correct_mean(
+            correct_outputs(
                 layer,
                 compressed.get_submodule(norm) if norm else None,
                 weight.flatten(1),
                 before.flatten(1),
                 moments,
+                self.planner.correct_spread,
             )
 
     def _close(
@@ -250,8 +268,8 @@ class Budgeter:
         last = done[name]
         encoded = posed.at([step])[0][0]
         moments = last.moments
-        if moments is not None:  # the mean output is right already, for the codes it has now
-            moments = replace(moments, original_mean=moments.mean)
+        if moments is not None:  # the outputs are right already, for the codes it has now
+            moments = replace(moments, original_mean=moments.mean, original_power=None)
         self._put(name, encoded, decode(last.encoded), moments, compressed)
         done[name] = replace(last, encoded=encoded, step=step, posed=posed)
 

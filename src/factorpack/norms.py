@@ -17,6 +17,8 @@ from factorpack.record import Encoded, LayerMoments
 NORMS = nn.modules.batchnorm._BatchNorm
 DECIDED = ("excluded by", "chosen by")
 """How the notes of tensors begin that the caller decided on (plan/rules.py)."""
+MOST_SPREAD = 4.0
+"""A variance is put right by this factor at most."""
 _NORM_PARTS = ("weight", "bias", "running_mean", "running_var")
 
 
@@ -51,26 +53,55 @@ def norms_after(model: nn.Module, batch: Any) -> dict[str, str]:
     return found
 
 
-def correct_mean(
-    layer: nn.Module, norm: nn.Module | None, weight: Tensor, original: Tensor, moments: LayerMoments
+def correct_outputs(
+    layer: nn.Module,
+    norm: nn.Module | None,
+    weight: Tensor,
+    original: Tensor,
+    moments: LayerMoments,
+    spread: bool = True,
 ) -> bool:
     """Gives a layer the mean output it had, through its norm's running mean or its own bias, if it has one.
 
-    The means follow from the moments, without another pass. `weight` and `original` are (out, K).
+    With `spread` its outputs also get the variance they had, where a norm follows: rounding by rate and
+    distortion shrinks them. All of it follows from the moments, without another pass. `weight` and
+    `original` are (out, K).
     """
-    groups = len(moments.mean)
-    split = (groups, -1, weight.shape[1])
-    now = (weight.reshape(split).to(moments.mean) @ moments.mean[:, :, None]).flatten()
-    before = (original.reshape(split).to(moments.mean) @ moments.original_mean[:, :, None]).flatten()
+    split = (len(moments.mean), -1, weight.shape[1])
+    weight, original = (each.reshape(split).to(moments.mean) for each in (weight, original))
+    now = (weight @ moments.mean[:, :, None]).flatten()
+    before = (original @ moments.original_mean[:, :, None]).flatten()
     bias = getattr(layer, "bias", None)
     with torch.no_grad():
         if isinstance(norm, NORMS) and norm.running_mean is not None:
-            norm.running_mean.add_((now - before).to(norm.running_mean))
+            ratio = torch.ones_like(now)
+            if spread and norm.running_var is not None:
+                ratio = _ratio(weight, original, now, before, moments)
+                changed = (norm.running_var + norm.eps) * ratio.to(norm.running_var) - norm.eps
+                norm.running_var.copy_(changed.clamp_min(0))
+            # The norm's mean output is the original's where (now - mean) / deviation is.
+            added = bias.to(now) if isinstance(bias, Tensor) else 0.0
+            away = (before + added - norm.running_mean.to(before)) * ratio.sqrt()
+            norm.running_mean.copy_(now + added - away)
         elif isinstance(bias, Tensor):
             bias.add_((before - now).to(bias))
         else:
             return False
     return True
+
+
+def _power(weight: Tensor, moments: LayerMoments) -> Tensor:
+    """E[(W u)^2] of (groups, out/groups, K): (out,)."""
+    return ((weight @ moments.second.to(weight)) * weight).sum(2).flatten()
+
+
+def _ratio(weight: Tensor, original: Tensor, now: Tensor, before: Tensor, moments: LayerMoments) -> Tensor:
+    """How many times larger the variance of each output is, within reason; 1 where there never was any."""
+    power = moments.original_power
+    wanted = (_power(original, moments) if power is None else power.flatten()) - before.square()
+    least = 1e-6 * wanted.mean().clamp_min(1e-30)
+    ratio = (_power(weight, moments) - now.square()) / wanted.clamp_min(least)
+    return torch.where(wanted > least, ratio.clamp(1 / MOST_SPREAD, MOST_SPREAD), 1.0)
 
 
 def small_leftovers(

@@ -103,6 +103,8 @@ class LayerMoments:
     """E[u' u^T] with u' the original network's inputs; None where they are the same."""
     original_mean: Tensor
     """E[u']: (groups, K)."""
+    original_power: Tensor | None = None
+    """E[(W u')^2], W being the original weight: (groups, out/groups); None where the inputs are the same."""
 
     def centred(self) -> LayerMoments:
         """The moments about the mean, for a layer whose mean output is put right afterwards."""

@@ -91,3 +91,11 @@ def test_a_budget_larger_than_anything_is_met_by_fine_steps() -> None:
     steps = allocate(CURVES, 1e9)
     assert all(step > 0 for step in steps.values())
     assert sum(CURVES[name].bytes_at(step) for name, step in steps.items()) <= 1e9
+
+
+def test_the_nearest_step_is_so_in_octaves() -> None:
+    one = CURVES["a"]
+    for place, step in enumerate(one.steps):
+        assert one.nearest(step) == one.nearest(1.3 * step) == one.nearest(step / 1.3) == place
+    assert one.nearest(one.steps[0] / 100) == 0
+    assert one.nearest(one.steps[-1] * 100) == len(one.steps) - 1

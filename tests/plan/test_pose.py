@@ -79,7 +79,7 @@ def test_many_steps_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("sensitivity", [None, 0.7])
 def test_a_curve_falls_in_bytes_and_rises_in_loss(sensitivity: float | None) -> None:
-    found = curve(posed_matrix(sensitivity=sensitivity), 3.0)
+    found, _ = curve(posed_matrix(sensitivity=sensitivity), 3.0)
     assert list(found.steps) == sorted(found.steps)
     assert len(found.steps) == 8
     assert not decode(posed_matrix(sensitivity=sensitivity).at([found.steps[-1]])[0][0]).any()
@@ -139,7 +139,7 @@ def test_the_best_basis_has_the_least_bytes_at_the_loss_it_has(tile: int) -> Non
     chosen = best_pose(weight, 0, None, None, 3.0, Rounding())
     assert chosen.tile == tile
     other = pose(weight, 0, None, None, 10 - tile, Rounding())
-    best, rival = curve(chosen, 3.0), curve(other, 3.0)
+    (best, _), (rival, _) = curve(chosen, 3.0), curve(other, 3.0)
     for loss, size in list(zip(best.losses, best.bytes, strict=True))[2:5]:
         step = min(
             (rival.steps[0] * 2 ** (i / 50) for i in range(300)), key=lambda s: abs(rival.loss_at(s) - loss)
@@ -158,7 +158,7 @@ def test_transposed_convolutions_are_posed_by_their_output_channels() -> None:
 def test_a_weight_of_zeros_can_be_posed() -> None:
     for moments, sensitivity in ((None, None), (moments_of(nn.Linear(16, 8), seeded(50, 16)), 1.0)):
         posed = best_pose(torch.zeros(8, 16), 0, moments, sensitivity, 3.0, Rounding())
-        found = curve(posed, 3.0)
+        found, _ = curve(posed, 3.0)
         assert all(math.isfinite(loss) for loss in found.losses)
         assert set(found.losses) == {0.0}
 
@@ -167,7 +167,7 @@ def test_inputs_that_are_all_zero_can_be_posed() -> None:
     posed = best_pose(
         seeded(8, 16), 0, moments_of(nn.Linear(16, 8), torch.zeros(50, 16)), 0.0, 3.0, Rounding()
     )
-    found = curve(posed, 3.0)
+    found, _ = curve(posed, 3.0)
     assert all(math.isfinite(loss) for loss in found.losses)
     assert math.isfinite(found.step_at_unit_slope)
 
@@ -177,5 +177,5 @@ def test_no_step_is_so_fine_that_codes_are_clipped(bits: float) -> None:
     """Codes have at most 16 bits: a budget for more must not make the weight worse."""
     weight = seeded(64, 48)
     posed = best_pose(weight, 0, None, None, bits, Rounding())
-    for encoded, loss in posed.at(list(curve(posed, bits).steps)):
+    for encoded, loss in posed.at(list(curve(posed, bits)[0].steps)):
         assert relative_error(decode(encoded), weight) ** 2 == pytest.approx(loss, rel=0.01, abs=1e-8)

@@ -38,6 +38,10 @@ class Curve:
             return self.losses[0] * (step / self.steps[0]) ** 2
         return _between(self.steps, self.losses, step)
 
+    def nearest(self, step: float) -> int:
+        """The place of the step, of those on the curve, that is nearest in octaves."""
+        return min(range(len(self.steps)), key=lambda place: abs(log2(self.steps[place] / step)))
+
 
 def _between(steps: Sequence[float], values: Sequence[float], step: float) -> float:
     if step >= steps[-1]:

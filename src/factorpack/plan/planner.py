@@ -38,6 +38,9 @@ class Planner:
     refine: bool = True
     """Sensitivities put right by what each layer alone does to the answers to an eighth of the inputs."""
     correct_means: bool = True
+    """Mean outputs put right in norms and biases, layer by layer."""
+    correct_spread: bool = True
+    """Variances of outputs put right in the norms after them, where means are."""
     fold_norms: bool = True
     price: float = HIGH_RATE
     damping: float = DAMPING

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from factorpack.format.streams import estimated_part_bytes, split_of
 from factorpack.methods.second_order import as_encoded, rows_of
 from factorpack.plan.curves import Curve
-from factorpack.plan.refine import refined
 from factorpack.plan.search import Search
 from factorpack.quantize.uniform import storable
 from factorpack.record import Encoded, LayerMoments
@@ -127,11 +125,8 @@ def best_pose(
     return best
 
 
-def curve(posed: Posed, bits: float, loss_of: Callable[[Encoded], float] | None = None) -> Curve:
-    """Seven octaves of steps about `bits` a weight, and one at which nothing but zeros is left.
-
-    With `loss_of` the losses are put right by the one it measures at the middle step.
-    """
+def curve(posed: Posed, bits: float) -> tuple[Curve, list[Encoded]]:
+    """Seven octaves of steps about `bits` a weight, and one at which nothing but zeros is left; and its codes."""
     middle = middle_step(posed, bits)
     steps = [middle * 2.0**octave for octave in OCTAVES]
     steps.append(max(2.0 * steps[-1], 4.0 * float(posed.problem.latent.abs().max())))
@@ -144,8 +139,7 @@ def curve(posed: Posed, bits: float, loss_of: Callable[[Encoded], float] | None 
         posed.tile,
         posed.step_at_unit_slope(),
     )
-    place = len(OCTAVES) // 2
-    return predicted if loss_of is None else refined(predicted, place, loss_of(found[place][0]))
+    return predicted, [encoded for encoded, _ in found]
 
 
 def meet(posed: Posed, step: float, aim: float) -> tuple[float, Encoded]:

@@ -55,10 +55,17 @@ class MomentsOf:
         wanted = seen if of_original is None else self._positions(of_original)
         parts = [seen.transpose(1, 2) @ seen, seen.sum(1)]
         if of_original is not None:
-            parts += [wanted.transpose(1, 2) @ seen, wanted.sum(1)]
+            parts += [wanted.transpose(1, 2) @ seen, wanted.sum(1), self._power(wanted)]
         parts = [part.double() if part.dim() == 2 else part for part in parts]
         self._sums = parts if not self._sums else [a.add_(b) for a, b in zip(self._sums, parts, strict=True)]
         self._rows += seen.shape[1]
+
+    def _power(self, rows: Tensor) -> Tensor:
+        """Squares of the layer's outputs, less its bias, summed over rows: (groups, out/groups)."""
+        weight = self._layer.weight
+        assert isinstance(weight, Tensor)
+        split = weight.detach().float().reshape(len(rows), -1, rows.shape[2])
+        return (rows @ split.transpose(1, 2)).square().sum(1)
 
     def _positions(self, inputs: Tensor) -> Tensor:
         rows = unfolded(self._layer, inputs.float())
@@ -71,5 +78,6 @@ class MomentsOf:
 
     def result(self) -> LayerMoments:
         second, total, *original = (part / self._rows for part in self._sums)
-        cross, original_mean = original if original else (None, total)
-        return LayerMoments(second, total.float(), cross, original_mean.float())
+        cross, original_mean, power = original if original else (None, total, None)
+        power = None if power is None else power.float()
+        return LayerMoments(second, total.float(), cross, original_mean.float(), power)
