@@ -31,6 +31,7 @@ def main() -> None:
     _save(rank_or_bits(), "rank-or-bits")
     _save(fewshot(), "fewshot")
     _save(planned(), "planned")
+    _save(trained(), "trained")
     _save(curves(), "curves")
 
 
@@ -156,6 +157,32 @@ def _best(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
         if not best or score > best[-1][1]:
             best.append((ratio, score))
     return best[::-1]
+
+
+def trained() -> plt.Figure:
+    """CIFAR-10 with equal epochs: the paper's settings, and nets planned into their bytes."""
+    outcome = result("rate", "resnet18")["result"]
+    first = outcome["rows"][0]["schedule"]["learning_rate"]
+    figure, axes = plt.subplots(figsize=(7.2, 4.4))
+    for name, colour, mark, words in (
+        ("qspca", "#5b8c3e", "^", "the paper's QSPCA, trained"),
+        ("planned", BLUE, "o", "planned, then trained with a rate term"),
+    ):
+        rows = [
+            row
+            for row in outcome["rows"]
+            if row["method"]["method"] == name and row["schedule"]["learning_rate"] == first
+        ]
+        for key, style in (("top1", "-"), ("top1_before", ":")):
+            points = sorted((row["file_ratio"], row[key]) for row in rows)
+            label = words if key == "top1" else f"... before training ({name})"
+            axes.plot(*zip(*points, strict=True), mark + style, color=colour, ms=5, lw=1.4, label=label)
+    axes.axhline(outcome["fp32_test_top1"], color=INK, lw=0.8)
+    axes.annotate(f"FP32 {outcome['fp32_test_top1']:.1f}", (205, outcome["fp32_test_top1"]), va="bottom")
+    axes.set(xlabel="times smaller than FP32, bytes on disk", ylabel="CIFAR-10 test accuracy, %")
+    axes.set(ylim=(84, 90.5))
+    axes.legend(frameon=False, loc="lower right")
+    return figure
 
 
 def curves() -> plt.Figure:

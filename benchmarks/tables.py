@@ -90,6 +90,7 @@ VARIANTS = {
     "-columns-codes-100": "a scale a column, sorted by code",
     "-few": "a scale a row, sorted by value",
     "-original-few": "a scale a column, sorted by code, original inputs",
+    "-original": "a scale a column, sorted by code, original inputs",
 }
 
 

@@ -81,6 +81,33 @@ def choices(model: str) -> Callable[[], str]:
     return table
 
 
+def trained() -> str:
+    """Trained to sizes on CIFAR-10: the paper's settings, and nets planned into a budget."""
+    document = result("rate", "resnet18")
+    outcome = document["result"]
+    rows = [
+        [
+            _trained_name(row["method"]),
+            f"{row['schedule']['learning_rate']:g}",
+            f"{row['file_ratio']:.1f}",
+            f"{row['file_bytes']:,}",
+            f"{row['top1_before']:.2f}",
+            f"{row['top1']:.2f}",
+        ]
+        for row in outcome["rows"]
+    ]
+    head = ["start", "learning rate", "file ratio", "bytes", "before", "trained"]
+    epochs = document["settings"]["schedule"]["epochs"]
+    note = f"FP32 {outcome['fp32_test_top1']:.2f}; {epochs} epochs each, 10,000 test images.\n"
+    return f"{markdown(head, rows)}\n{note}{source(document)}"
+
+
+def _trained_name(method: dict[str, Any]) -> str:
+    if method["method"] == "planned":
+        return "**planned**, then a rate term"
+    return f"QSPCA, rank {method['rank']}, {method['latent_bits']} bits, {method['sparsity']:.0%} sparse"
+
+
 CODES = {
     "nearest, ideal, one model a tensor": "nearest rounding, one ideal model a tensor",
     "nearest": "nearest rounding, our stream (two-way classes)",
@@ -158,6 +185,8 @@ PLANNED: dict[str, Callable[[], str]] = {
     "headline": headline,
     "ablation-planner": ablation_planner,
     "choices-resnet18": choices("resnet18"),
+    "choices-mobilenet_v2": choices("mobilenet_v2"),
+    "trained": trained,
     "codes": codes,
     "cost": cost,
     "kept": kept,
