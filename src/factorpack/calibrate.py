@@ -130,11 +130,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def forward(model: nn.Module, batch: Any) -> Any:
     """Runs a model on a batch of any of the accepted forms."""
+    positional, named = arguments_of(model, batch)
+    return model(*positional, **named)
+
+
+def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """What a model is called with for a batch: arguments by place and by name, on its device."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     inputs = _inputs(batch)
     if isinstance(inputs, Mapping):
-        return model(**{key: value.to(device) for key, value in inputs.items()})
-    return model(inputs.to(device))
+        return (), {key: value.to(device) for key, value in inputs.items()}
+    return (inputs.to(device),), {}
 
 
 def _inputs(batch: Any) -> Any:

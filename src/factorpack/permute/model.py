@@ -1,0 +1,115 @@
+"""A model with its channels in another order: the same function, the same names and shapes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from factorpack.calibrate import evaluating, forward
+from factorpack.errors import PlanError, WeightError
+from factorpack.permute.groups import Group, find_groups
+from factorpack.permute.search import Child, search_order
+from factorpack.plan.sensitivity import as_logits
+
+TileOf = Callable[[str, tuple[int, ...]], int]
+"""Name and shape of a weight -> numbers in one of its tiles; 0 where it is not cut into tiles."""
+MOST_CHANGE = 1e-2
+"""Relative difference of the answers beyond which something must have been permuted wrongly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """A group that was permuted, and what its search found: log det a number, in nats, lower is better."""
+
+    group: Group
+    children: tuple[str, ...]
+    order: Tensor
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True)
+class Permuted:
+    """What was permuted, which groups stayed as they were and why, and how far the answers moved."""
+
+    searched: tuple[Searched, ...]
+    left: tuple[tuple[Group, str], ...]
+    change: float
+
+
+def tile_of_two(_name: str, shape: tuple[int, ...]) -> int:
+    """Tiles of 8 numbers of a linear layer or 1x1 convolution, of two kernels of any other convolution."""
+    kernel = torch.Size(shape[2:]).numel()
+    return 0 if len(shape) < 2 else 8 if kernel == 1 else 2 * kernel
+
+
+def permute_model(
+    model: nn.Module,
+    example: Any,
+    *,
+    tile_of: TileOf = tile_of_two,
+    iterations: int = 1000,
+    seed: int = 0,
+) -> tuple[nn.Module, Permuted]:
+    """A copy of the model whose weights fall into tiles that are easier to quantize, and a report.
+
+    Only values change: names and shapes stay, so a file packed from the copy loads into the model's own
+    class. After "Permute, Quantize, and Fine-tune" (Martinez et al., 2021).
+    """
+    found = find_groups(model, example)
+    state = model.state_dict()
+    searched: list[Searched] = []
+    left: list[tuple[Group, str]] = []
+    for group in found:
+        children = {} if group.frozen else _children(group, state, tile_of)
+        if not children:
+            left.append((group, group.frozen or "no weight has tiles over several of its channels"))
+            continue
+        outcome = search_order(list(children.values()), iterations, torch.Generator().manual_seed(seed))
+        searched.append(Searched(group, tuple(children), outcome.order, outcome.before, outcome.after))
+    permuted = copy.deepcopy(model)
+    reorder(permuted, ((each.group, each.order) for each in searched))
+    return permuted, Permuted(tuple(searched), tuple(left), _change(model, permuted, example))
+
+
+def reorder(model: nn.Module, orders: Iterable[tuple[Group, Tensor]]) -> None:
+    """Puts channel `order[i]` of each group in place i, in every tensor of the model that has the group."""
+    state = model.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for group, order in orders:
+            if group.frozen:
+                raise PlanError(f"the channels of {group.places[0].tensor!r} may not move: {group.frozen}")
+            if not torch.equal(order.sort().values, torch.arange(group.size, device=order.device)):
+                raise PlanError(f"an order of {len(order)} numbers is none of {group.size} channels")
+            for place in group.places:
+                tensor = state[place.tensor]
+                within = torch.arange(place.repeat, device=order.device)
+                index = (order[:, None] * place.repeat + within).flatten().to(tensor.device)
+                tensor.copy_(tensor.index_select(place.dimension, index))
+
+
+def _children(group: Group, state: dict[str, Tensor], tile_of: TileOf) -> dict[str, Child]:
+    """The weights whose tiles run along the group, where a tile holds several whole channels."""
+    children = {}
+    for place in group.places:
+        weight = state[place.tensor]
+        if place.dimension == 1 and weight.is_floating_point():
+            unit = place.repeat * weight[0, 0].numel()
+            channels, rest = divmod(tile_of(place.tensor, tuple(weight.shape)), unit)
+            if channels > 1 and rest == 0 and group.size % channels == 0:
+                children[place.tensor] = Child.of(weight.reshape(len(weight), group.size, unit), channels)
+    return children
+
+
+def _change(model: nn.Module, permuted: nn.Module, example: Any) -> float:
+    with evaluating(model), evaluating(permuted), torch.no_grad():
+        wanted, answer = (as_logits(forward(each, example)).double() for each in (model, permuted))
+    change = float((answer - wanted).norm() / wanted.norm().clamp_min(1e-30))
+    if not change <= MOST_CHANGE:
+        raise WeightError(f"the permuted model's answers differ by {change:.1e} of their size")
+    return change
