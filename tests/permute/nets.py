@@ -47,6 +47,20 @@ def _first(channels: int) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda x, y: torch.cat([x, y], 1)[:, :channels]
 
 
+class Half(nn.Module):
+    """The first half of the channels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, : x.shape[1] // 2]
+
+
+class Weave(nn.Module):
+    """The channels dealt into two hands, by reshapes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+
 class Gate(nn.Module):
     """Squeeze and excitation."""
 
@@ -87,6 +101,8 @@ BLOCKS: dict[str, Callable[[int], nn.Module]] = {
     "tokens": lambda c: Block(Tokens(c), torch.add),
     "concatenated": lambda c: Block(nn.Conv2d(c, c, 1), _first(c)),
     "shuffled": lambda _: nn.ChannelShuffle(2),
+    "woven": lambda _: Weave(),
+    "halved": lambda c: nn.Sequential(nn.Conv2d(c, 2 * c, 1), Half()),
     "bottleneck": lambda c: nn.Sequential(
         nn.Conv2d(c, 6, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, c, 1)
     ),

@@ -54,10 +54,17 @@ def test_these_leave_the_stem_free(name: str) -> None:
         ("group norm", "a norm of 2 groups"),
         ("grouped", "a convolution of 2 groups"),
         ("concatenated", "a concatenation"),
+        ("woven", "a reshape takes the channels apart"),
     ],
 )
 def test_these_freeze_it_and_say_why(name: str, reason: str) -> None:
     assert reasons(random_net([name]).float())["0.weight", 0] == reason
+
+
+def test_channels_that_are_sliced_are_frozen() -> None:
+    found = reasons(random_net(["halved"]).float())
+    assert found["0.weight", 0] == ""
+    assert found["1.0.weight", 0] == "a slice takes some of them"
 
 
 def test_a_multiplied_depthwise_convolution_has_runs_of_channels() -> None:

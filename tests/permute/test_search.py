@@ -70,6 +70,12 @@ def test_the_objective_never_rises_and_ends_where_it_says() -> None:
     assert found.order.sort().values.tolist() == list(range(24))
 
 
+def test_swaps_that_spoil_each_other_are_not_made_together() -> None:
+    for seed in range(20):
+        found = search(Child.of(weight(rows=2, count=16, seed=seed), 4), iterations=20)
+        assert all(later < earlier for earlier, later in itertools.pairwise(found.history))
+
+
 def test_a_weight_in_the_order_found_starts_where_the_search_ended() -> None:
     values = weight(count=16)
     found = search(Child.of(values, 4))

@@ -18,7 +18,7 @@ from factorpack.errors import WeightError
 
 CANDIDATES = 256
 """Swaps tried in one iteration."""
-PATIENCE = 20
+PATIENCE = 50
 """Iterations without any gain after which the search ends."""
 
 
