@@ -107,6 +107,10 @@ def test_a_flattened_picture_is_searched_in_tiles_of_several_channels() -> None:
     searched = [each.children for each in report.searched]
     assert searched == [("inner.weight", "hidden.weight"), ("outer.weight",), ("head.weight",)]
     assert report.change < EXACT
+    _, report = permute_model(net, IMAGES, iterations=0, tile_of=lambda name, _: 4 * (name == "inner.weight"))
+    assert [(each.children, each.uncounted) for each in report.searched] == [
+        (("inner.weight",), ("hidden.weight",))
+    ]
 
 
 def test_the_same_seed_gives_the_same_model() -> None:
@@ -138,3 +142,11 @@ def test_orders_that_are_none_are_refused() -> None:
         reorder(net, [(free, torch.zeros(8, dtype=torch.int64))])
     with pytest.raises(PlanError, match="may not move: the model's input"):
         reorder(net, [(frozen, torch.arange(frozen.size))])
+
+
+def test_settings_that_are_none_are_refused() -> None:
+    net = eventful(Residual())
+    with pytest.raises(PlanError, match="-1 iterations of a search, expected 0 or more"):
+        permute_model(net, IMAGES, iterations=-1)
+    with pytest.raises(PlanError, match="tiles of -4 numbers for 'inner"):
+        permute_model(net, IMAGES, tile_of=lambda *_: -4)

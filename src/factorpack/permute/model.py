@@ -24,10 +24,15 @@ MOST_CHANGE = 1e-2
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """A group that was permuted, and what its search found: log det a number, in nats, lower is better."""
+    """A group that was permuted, and what its search found: log det a number, in nats, lower is better.
+
+    `children` are the weights it was searched for. `uncounted` have the group along their tiles too, but no
+    tile of theirs holds several whole channels, or those do not divide the group.
+    """
 
     group: Group
     children: tuple[str, ...]
+    uncounted: tuple[str, ...]
     order: Tensor
     before: float
     after: float
@@ -42,7 +47,7 @@ class Permuted:
     change: float
 
 
-def tile_of_two(_name: str, shape: tuple[int, ...]) -> int:
+def tile_of_kernels(_name: str, shape: tuple[int, ...]) -> int:
     """Tiles of 8 numbers of a linear layer or 1x1 convolution, of two kernels of any other convolution."""
     kernel = torch.Size(shape[2:]).numel()
     return 0 if len(shape) < 2 else 8 if kernel == 1 else 2 * kernel
@@ -52,7 +57,7 @@ def permute_model(
     model: nn.Module,
     example: Any,
     *,
-    tile_of: TileOf = tile_of_two,
+    tile_of: TileOf = tile_of_kernels,
     iterations: int = 1000,
     seed: int = 0,
 ) -> tuple[nn.Module, Permuted]:
@@ -61,17 +66,21 @@ def permute_model(
     Only values change: names and shapes stay, so a file packed from the copy loads into the model's own
     class. After "Permute, Quantize, and Fine-tune" (Martinez et al., 2021).
     """
+    if iterations < 0:
+        raise PlanError(f"{iterations} iterations of a search, expected 0 or more")
     found = find_groups(model, example)
     state = model.state_dict()
     searched: list[Searched] = []
     left: list[tuple[Group, str]] = []
     for group in found:
-        children = {} if group.frozen else _children(group, state, tile_of)
+        along = [] if group.frozen else _along(group, state)
+        children = {name: child for name in along if (child := _child(group, name, state[name], tile_of))}
         if not children:
             left.append((group, group.frozen or "no weight has tiles over several of its channels"))
             continue
-        outcome = search_order(list(children.values()), iterations, torch.Generator().manual_seed(seed))
-        searched.append(Searched(group, tuple(children), outcome.order, outcome.before, outcome.after))
+        best = search_order(list(children.values()), iterations, torch.Generator().manual_seed(seed))
+        uncounted = tuple(name for name in along if name not in children)
+        searched.append(Searched(group, tuple(children), uncounted, best.order, best.before, best.after))
     permuted = copy.deepcopy(model)
     reorder(permuted, ((each.group, each.order) for each in searched))
     return permuted, Permuted(tuple(searched), tuple(left), _change(model, permuted, example))
@@ -93,17 +102,25 @@ def reorder(model: nn.Module, orders: Iterable[tuple[Group, Tensor]]) -> None:
                 tensor.copy_(tensor.index_select(place.dimension, index))
 
 
-def _children(group: Group, state: dict[str, Tensor], tile_of: TileOf) -> dict[str, Child]:
-    """The weights whose tiles run along the group, where a tile holds several whole channels."""
-    children = {}
-    for place in group.places:
-        weight = state[place.tensor]
-        if place.dimension == 1 and weight.is_floating_point():
-            unit = place.repeat * weight[0, 0].numel()
-            channels, rest = divmod(tile_of(place.tensor, tuple(weight.shape)), unit)
-            if channels > 1 and rest == 0 and group.size % channels == 0:
-                children[place.tensor] = Child.of(weight.reshape(len(weight), group.size, unit), channels)
-    return children
+def _along(group: Group, state: dict[str, Tensor]) -> list[str]:
+    """The weights whose tiles, read in the order out, in, h, w, run along the group's channels."""
+    return [
+        place.tensor
+        for place in group.places
+        if place.dimension == 1 and state[place.tensor].is_floating_point()
+    ]
+
+
+def _child(group: Group, name: str, weight: Tensor, tile_of: TileOf) -> Child | None:
+    """The weight as the search needs it, where each of its tiles holds several whole channels."""
+    tile = tile_of(name, tuple(weight.shape))
+    if tile < 0:
+        raise PlanError(f"tiles of {tile} numbers for {name!r}, expected 1 or more, or 0 for none")
+    unit = weight[0].numel() // group.size
+    channels, rest = divmod(tile, unit)
+    if channels < 2 or rest or group.size % channels:
+        return None
+    return Child.of(weight.reshape(len(weight), group.size, unit), channels)
 
 
 def _change(model: nn.Module, permuted: nn.Module, example: Any) -> float:
