@@ -31,6 +31,7 @@ STUDIES = {
     "cost": "benchmarks.studies.cost",
     "kept": "benchmarks.studies.kept",
     "codes": "benchmarks.studies.codes",
+    "permute": "benchmarks.studies.permute",
 }
 """Study -> the module whose `run(**case)` returns its result."""
 

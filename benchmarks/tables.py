@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables_common import ROOT, markdown, result, source
+from benchmarks.tables_permute import PERMUTED
 from benchmarks.tables_planned import PLANNED
 
 PAGES = ("README.md", "docs/results.md")
@@ -195,6 +196,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fewshot-resnet18": fewshot("resnet18"),
     "fewshot-mobilenet_v2": fewshot("mobilenet_v2"),
     **PLANNED,
+    **PERMUTED,
 }
 
 if __name__ == "__main__":
