@@ -50,7 +50,7 @@ class Permuted:
 def tile_of_kernels(_name: str, shape: tuple[int, ...]) -> int:
     """Tiles of 8 numbers of a linear layer or 1x1 convolution, of two kernels of any other convolution."""
     kernel = torch.Size(shape[2:]).numel()
-    return 0 if len(shape) < 2 else 8 if kernel == 1 else 2 * kernel
+    return 8 if kernel == 1 else 2 * kernel
 
 
 def permute_model(
@@ -64,7 +64,9 @@ def permute_model(
     """A copy of the model whose weights fall into tiles that are easier to quantize, and a report.
 
     Only values change: names and shapes stay, so a file packed from the copy loads into the model's own
-    class. After "Permute, Quantize, and Fine-tune" (Martinez et al., 2021).
+    class. `example` is a batch of at least two inputs. A weight that reads n channels of u numbers each takes
+    (n u)^2 numbers of memory while its group is searched. After "Permute, Quantize, and Fine-tune" (Martinez
+    et al., 2021).
     """
     if iterations < 0:
         raise PlanError(f"{iterations} iterations of a search, expected 0 or more")
