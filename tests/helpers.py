@@ -102,6 +102,11 @@ def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype | None = No
     torch.testing.assert_close(found.double(), expected.double(), rtol=0.0, atol=allowed)
 
 
+def assert_rounded(found: Tensor, expected: Tensor) -> None:
+    """Equal up to one rounding of each number to FP16, as scales and levels are stored."""
+    torch.testing.assert_close(found.double(), expected.double(), rtol=2.0**-10, atol=0.0)
+
+
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """||found - expected|| / ||expected||, in float64."""
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()

@@ -11,8 +11,10 @@ from torch import Tensor
 from factorpack.errors import FormatError
 from factorpack.quantize.uniform import MAX_STORED_BITS, MIN_BITS, code_dtype, from_codes
 from factorpack.record import Encoded
-from factorpack.tiles import from_out_first, from_tiles, out_first_shape, tile_count
+from factorpack.tiles import from_tiles, out_first_shape, tile_count
 
+LEAST_LEVEL_BITS = 1
+"""A bit tells two levels apart; codes that are multiplied have no use for the two numbers -1 and 0."""
 _SCALES = (torch.float16, torch.float32)
 _STORED = {"keep": "values", "constant": "value"}
 """The part that holds the tensor's own numbers, for the kinds that have one."""
@@ -44,8 +46,29 @@ def factors(encoded: Encoded) -> Tensor:
 def scalar(encoded: Encoded) -> Tensor:
     """W = q s: codes (out, rest), and a scale an output channel (out, 1) or one for all (1, 1)."""
     rows = from_codes(encoded.parts["codes"], encoded.parts["scale"])
-    groups = encoded.transposed_groups
-    return from_out_first(rows.reshape(out_first_shape(encoded.shape, groups)), groups)
+    return from_tiles(rows.T, encoded.shape, encoded.transposed_groups)
+
+
+def levels(encoded: Encoded) -> Tensor:
+    """W = v[q + floor(L/2)]: codes (out, rest), and L levels v a channel (out, L) or for all (1, L)."""
+    codes, table = encoded.parts["codes"], encoded.parts["levels"]
+    count = table.shape[1]
+    low, high = level_range(count)
+    if int(codes.min()) < low or int(codes.max()) > high:
+        raise FormatError(
+            f"codes {int(codes.min())} to {int(codes.max())}, {count} levels allow {low} to {high}"
+        )
+    rows = table.float().expand(len(codes), -1).gather(1, codes.long() - low)
+    return from_tiles(rows.T, encoded.shape, encoded.transposed_groups)
+
+
+def level_range(count: int) -> tuple[int, int]:
+    """The codes of the first and the last of some levels: 0 is the middle one, as far as there is one.
+
+    >>> level_range(3), level_range(4)
+    ((-1, 1), (-2, 1))
+    """
+    return -(count // 2), count - 1 - count // 2
 
 
 def keep(encoded: Encoded) -> Tensor:
@@ -60,6 +83,7 @@ def constant(encoded: Encoded) -> Tensor:
 DECODERS: dict[str, Callable[[Encoded], Tensor]] = {
     "factors": factors,
     "scalar": scalar,
+    "levels": levels,
     "keep": keep,
     "constant": constant,
 }
@@ -122,14 +146,20 @@ def _check_factors(shape: tuple[int, ...], _: int, parts: Mapping[str, PartSpec]
 
 
 def _check_scalar(shape: tuple[int, ...], groups: int, parts: Mapping[str, PartSpec]) -> None:
-    numel = torch.Size(shape).numel()
     _expect_names(parts, {"codes", "scale"})
     _expect_codes(parts, "codes")
-    if not shape or numel == 0:
-        raise FormatError(f"a tensor of shape {shape} has no channels to quantize")
-    rows = out_first_shape(shape, groups)[0]
-    _expect_shape(parts, "codes", (rows, numel // rows))
+    rows = _expect_rows(shape, groups, parts)
     _expect_scale(parts, "scale", {(rows, 1), (1, 1)})
+
+
+def _check_levels(shape: tuple[int, ...], groups: int, parts: Mapping[str, PartSpec]) -> None:
+    _expect_names(parts, {"codes", "levels"})
+    _expect_codes(parts, "codes", LEAST_LEVEL_BITS)
+    rows, most = _expect_rows(shape, groups, parts), 1 << parts["codes"].bits
+    found = parts["levels"].shape
+    if len(found) != 2 or not 2 <= found[1] <= most:
+        raise FormatError(f"levels of shape {found}, expected 2 to {most} in each row of a matrix")
+    _expect_scale(parts, "levels", {(rows, found[1]), (1, found[1])})
 
 
 def _check_keep(shape: tuple[int, ...], _: int, parts: Mapping[str, PartSpec]) -> None:
@@ -149,6 +179,7 @@ def _check_constant(_: tuple[int, ...], __: int, parts: Mapping[str, PartSpec]) 
 _CHECKS: dict[str, Callable[[tuple[int, ...], int, Mapping[str, PartSpec]], None]] = {
     "factors": _check_factors,
     "scalar": _check_scalar,
+    "levels": _check_levels,
     "keep": _check_keep,
     "constant": _check_constant,
 }
@@ -170,12 +201,22 @@ def _expect_dtype(parts: Mapping[str, PartSpec], name: str, allowed: tuple[torch
         raise FormatError(f"part {name!r} is {parts[name].dtype}, allowed are {allowed}")
 
 
-def _expect_codes(parts: Mapping[str, PartSpec], name: str) -> None:
+def _expect_rows(shape: tuple[int, ...], groups: int, parts: Mapping[str, PartSpec]) -> int:
+    """How many output channels a weight has that is stored as a code a number, (out, rest)."""
+    numel = torch.Size(shape).numel()
+    if not shape or numel == 0:
+        raise FormatError(f"a tensor of shape {shape} has no channels to quantize")
+    rows = out_first_shape(shape, groups)[0]
+    _expect_shape(parts, "codes", (rows, numel // rows))
+    return rows
+
+
+def _expect_codes(parts: Mapping[str, PartSpec], name: str, least_bits: int = MIN_BITS) -> None:
     part = parts[name]
-    if not MIN_BITS <= part.bits <= MAX_STORED_BITS or len(part.shape) != 2:
+    if not least_bits <= part.bits <= MAX_STORED_BITS or len(part.shape) != 2:
         raise FormatError(
             f"part {name!r} has {part.bits} bits and shape {part.shape}: expected a matrix of codes "
-            f"of {MIN_BITS} to {MAX_STORED_BITS} bits"
+            f"of {least_bits} to {MAX_STORED_BITS} bits"
         )
     if part.dtype != code_dtype(part.bits):
         raise FormatError(

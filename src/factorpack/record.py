@@ -30,6 +30,9 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """Every dtype a checkpoint tensor may have, by the name the file uses."""
 
+THRESHOLDED = {"factors": "latent", "scalar": "codes"}
+"""The part whose codes a threshold may have made zero, by kind: `Encoded.extra_zeros` counts those."""
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from factorpack.record import Encoded, dtype_name
+from factorpack.record import THRESHOLDED, Encoded, dtype_name
 
 ITEMS = ("codebook", "latent", "mask", "scales", "mean", "values", "header")
 _ITEM_OF_PART = {
     "codes": "latent",
     "scale": "scales",
+    "levels": "scales",
     "codebook_scale": "scales",
     "latent_scale": "scales",
     "value": "values",
@@ -105,10 +106,11 @@ def fixed_bits(encoded: Encoded) -> dict[str, int]:
         width = encoded.bits.get(name, 8 * part.dtype.itemsize)
         items[_ITEM_OF_PART.get(name, name)] += part.numel() * width
     if encoded.extra_zeros:
-        latent = encoded.parts["latent"]
-        masked = int(latent.count_nonzero()) * encoded.bits["latent"]
-        if latent.numel() + masked < items["latent"]:
-            items["mask"], items["latent"] = latent.numel(), masked
+        name = THRESHOLDED[encoded.kind]
+        codes = encoded.parts[name]
+        masked = int(codes.count_nonzero()) * encoded.bits[name]
+        if codes.numel() + masked < items["latent"]:
+            items["mask"], items["latent"] = codes.numel(), masked
     return items
 
 
@@ -118,6 +120,8 @@ def words(encoded: Encoded) -> str:
         return f"kept as {dtype_name(encoded.parts['values'].dtype)}"
     if encoded.kind == "constant":
         return "one value everywhere"
+    if encoded.kind == "levels":
+        return f"{encoded.parts['levels'].shape[1]} levels"
     name, scale = ("latent", "latent_scale") if encoded.kind == "factors" else ("codes", "scale")
     codes, bits = encoded.parts[name], encoded.bits[name]
     if encoded.parts[scale].numel() == 1:  # the width is then that of the layer's largest number

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,19 @@ from factorpack.decode import check, decode, specs
 from factorpack.errors import WeightError
 from factorpack.format.bitpack import packed_bytes
 from factorpack.format.container import Reader
-from factorpack.methods import METHODS, QSPCA, Keep, Method, Scalar, SecondOrder
+from factorpack.methods import (
+    LSQ,
+    METHODS,
+    QSPCA,
+    TTQ,
+    ABCNet,
+    Keep,
+    Method,
+    NNCodec,
+    Prune,
+    Scalar,
+    SecondOrder,
+)
 from factorpack.quantize.uniform import code_dtype, code_range
 from factorpack.record import Encoded
 from factorpack.size import fixed_bits
@@ -39,6 +52,11 @@ SETTINGS: dict[str, tuple[Method, ...]] = {
         SecondOrder(step=0.1, tile=9),
     ),
     "keep": (Keep(), Keep("bfloat16")),
+    "lsq": (LSQ(), LSQ(1), LSQ(6, channels=False)),
+    "ttq": (TTQ(), TTQ(0.3, channels=True)),
+    "abcnet": (ABCNet(1), ABCNet(4, channels=True)),
+    "prune": (Prune(), Prune(0.3, 3)),
+    "nncodec": (NNCodec(0.3), NNCodec(qp=-9, price=0.0)),
 }
 
 LADDERS: dict[str, tuple[Method, ...]] = {
@@ -46,8 +64,14 @@ LADDERS: dict[str, tuple[Method, ...]] = {
     "scalar": tuple(Scalar(bits) for bits in range(2, 9)),
     "second_order": tuple(SecondOrder(step=2.0**-power) for power in range(7)),
     "keep": tuple(Keep(dtype) for dtype in ("float8_e5m2", "bfloat16", "float16", "float32", "float64")),
+    "lsq": tuple(LSQ(bits) for bits in (2, 4, 8)),
+    "ttq": (TTQ(),),
+    "abcnet": tuple(ABCNet(bases) for bases in (1, 3, 5)),
+    "prune": tuple(Prune(0.5, bits) for bits in range(2, 9)),
+    "nncodec": tuple(NNCodec(2.0**-power) for power in range(7)),
 }
-"""Each method from few bits to many."""
+"""Each method from few bits to many. LSQ's steps are a start, of which neighbours may swap in small rows;
+of ABC-Net's signs, those of the next entry are the last one's and more."""
 
 KEEPS_ANYTHING = {"keep"}
 """Methods that store numbers as they are, NaN included."""
@@ -154,9 +178,11 @@ def test_the_unit_of_the_weights_does_not_matter(
 
 
 def in_unit(method: Method, unit: float) -> Method:
-    """A step is in the weights' own unit."""
+    """A step is in the weights' own unit, and so is a quantization parameter, four of which are an octave."""
     if isinstance(method, SecondOrder) and method.step is not None:
         return dataclasses.replace(method, step=method.step * unit)
+    if isinstance(method, NNCodec) and method.qp is not None:
+        return dataclasses.replace(method, qp=method.qp + round(4 * math.log2(unit)))
     return method
 
 

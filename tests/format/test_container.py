@@ -207,7 +207,7 @@ def broken(name: str) -> Encoded:
         "integer weight": replace(fc, dtype=torch.int8),
         "complex to real": Encoded("keep", (1,), torch.float32, {"values": torch.zeros(1) * 1j}),
         "too many zeros": replace(conv, extra_zeros=273),
-        "zeros of no latent": replace(fc, extra_zeros=1),
+        "zeros of no code": Encoded("keep", (1,), torch.float32, {"values": torch.zeros(1)}, extra_zeros=1),
         "half a surrogate": fc.noted("\ud800"),
     }[name]
 
@@ -226,8 +226,8 @@ def broken(name: str) -> Encoded:
         ("unknown type", "unknown type 'uint16'"),
         ("integer weight", r"torch.float32 values cannot stand for a torch.int8 tensor"),
         ("complex to real", r"torch.complex64 values cannot stand for a torch.float32 tensor"),
-        ("too many zeros", "claims 273 extra zeros among 272 latents"),
-        ("zeros of no latent", "claims 1 extra zeros among 0 latents"),
+        ("too many zeros", "claims 273 extra zeros among 272 codes"),
+        ("zeros of no code", "claims 1 extra zeros among 0 codes"),
         ("half a surrogate", "note is not text"),
     ],
 )

@@ -180,9 +180,9 @@ SIZES: Cases = {
     "too many extra zeros": (
         field("conv.weight", "extra_zeros", 273),
         "conv.weight",
-        "273 extra zeros among 272 latents",
+        "273 extra zeros among 272 codes",
     ),
-    "extra zeros of no latent": (field("odd", "extra_zeros", 1), "odd", "1 extra zeros among 0 latents"),
+    "extra zeros of no latent": (field("odd", "extra_zeros", 1), "odd", "1 extra zeros among 0 codes"),
     "many numbers for a part": (
         whole_part("odd", "values", list(range(100_000))),
         "odd",

@@ -76,7 +76,11 @@ def test_true_is_no_number(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("name", "cls"), METHODS.items())
 def test_methods_are_frozen_and_know_their_name(name: str, cls: type[Method]) -> None:
     assert cls.name == name
-    needed: dict[str, dict[str, Any]] = {"qspca": {"rank": 4, "latent_bits": 4}, "second_order": {"bits": 4}}
+    needed: dict[str, dict[str, Any]] = {
+        "qspca": {"rank": 4, "latent_bits": 4},
+        "second_order": {"bits": 4},
+        "nncodec": {"step": 0.5},
+    }
     fields = needed.get(name, {})
     method = cls(**fields)
     first = dataclasses.fields(method)[0].name  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import factorpack as fp
 from factorpack.decode import decode
 from factorpack.errors import PlanError, WeightError
 from factorpack.methods import METHODS, from_fields
-from factorpack.methods.second_order import rows_of
+from factorpack.methods.protocol import rows_of
 from factorpack.quantize.uniform import fit_scale, storable
 from factorpack.record import Encoded, LayerMoments, LayerSample
 from factorpack.solve.moments import MomentsOf, unfolded

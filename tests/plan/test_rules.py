@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.methods import QSPCA, Keep, Method, Scalar
+from factorpack.methods import LSQ, QSPCA, TTQ, ABCNet, Keep, Method, NNCodec, Prune, Scalar
 from factorpack.plan.rules import (
     CLASSIFIER,
     DEPTHWISE,
@@ -57,7 +57,16 @@ def test_the_papers_habits() -> None:
     }
 
 
-@pytest.mark.parametrize("method", [Scalar(3), Keep("float16")])
+@pytest.mark.parametrize("method", [TTQ(), ABCNet(3)])
+def test_methods_that_keep_both_ends(method: Method) -> None:
+    plan = choices(Rules(method))
+    assert plan["conv1.weight"] == Choice(Keep(), "first convolution")
+    assert plan["fc.weight"] == Choice(Keep(), "classifier")
+    assert plan["layer1.depthwise.weight"] == Choice(DEPTHWISE, "depthwise convolution")
+    assert plan["layer1.conv.weight"] == plan["layer2.conv.weight"] == Choice(method)
+
+
+@pytest.mark.parametrize("method", [Scalar(3), Keep("float16"), LSQ(3), Prune(), NNCodec(0.5)])
 def test_methods_that_suit_anything_get_every_weight(method: Method) -> None:
     plan = choices(Rules(method))
     assert [choice.method for name, choice in plan.items() if len(CONVNET.entries[name].shape) > 1] == [

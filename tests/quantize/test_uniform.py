@@ -209,6 +209,9 @@ def test_rows_without_numbers() -> None:
         ([0.0, 0.0], torch.float16),
         ([0.0, 1e-3], torch.float16),
         ([], torch.float16),
+        ([-1.0, 0.5], torch.float16),
+        ([-65505.0, 1.0], torch.float32),  # levels have signs
+        ([-(2.0**-17)], torch.float32),
     ],
 )
 def test_scales_are_fp16_where_fp16_can_hold_them(scales: list[float], dtype: torch.dtype) -> None:

@@ -17,7 +17,7 @@ from factorpack.errors import FormatError
 from factorpack.format.bitpack import packed_bytes
 from factorpack.format.streams import ANS, CODECS, PACKED, RAW, raw_size
 from factorpack.quantize.uniform import MAX_STORED_BITS, code_dtype
-from factorpack.record import DTYPES, dtype_name
+from factorpack.record import DTYPES, THRESHOLDED, dtype_name
 
 VERSION = 1
 MAX_JSON_BYTES = 1 << 25
@@ -214,9 +214,9 @@ def _row(fields: dict[str, Any]) -> TensorRow:
             f"claims {numel} numbers in {row.stored_bytes} bytes, allowed are {EXPANSION} a byte"
         )
     check(row.kind, row.shape, DTYPES[row.dtype], row.transposed_groups, specs)
-    latents = math.prod(specs["latent"].shape) if "latent" in specs else 0
-    if row.extra_zeros > latents:
-        raise FormatError(f"claims {row.extra_zeros} extra zeros among {latents} latents")
+    codes = math.prod(specs[THRESHOLDED[row.kind]].shape) if row.kind in THRESHOLDED else 0
+    if row.extra_zeros > codes:
+        raise FormatError(f"claims {row.extra_zeros} extra zeros among {codes} codes")
     return row
 
 

@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+from factorpack.methods.abcnet import ABCNet
 from factorpack.methods.keep import Keep
+from factorpack.methods.lsq import LSQ
+from factorpack.methods.nncodec import NNCodec
 from factorpack.methods.protocol import Method, from_fields, samples_of
+from factorpack.methods.prune import Prune
 from factorpack.methods.qspca import QSPCA
 from factorpack.methods.scalar import Scalar
 from factorpack.methods.second_order import SecondOrder
+from factorpack.methods.ttq import TTQ
 
 METHODS: dict[str, type[Method]] = {
     "qspca": QSPCA,
     "scalar": Scalar,
     "second_order": SecondOrder,
     "keep": Keep,
+    "lsq": LSQ,
+    "ttq": TTQ,
+    "abcnet": ABCNet,
+    "prune": Prune,
+    "nncodec": NNCodec,
 }
 """Every method, by the name recipes and the command line use."""
 
-__all__ = ["METHODS", "QSPCA", "Keep", "Method", "Scalar", "SecondOrder", "from_fields", "samples_of"]
+__all__ = [
+    "LSQ",
+    "METHODS",
+    "QSPCA",
+    "TTQ",
+    "ABCNet",
+    "Keep",
+    "Method",
+    "NNCodec",
+    "Prune",
+    "Scalar",
+    "SecondOrder",
+    "from_fields",
+    "samples_of",
+]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from factorpack.errors import PlanError, WeightError
 from factorpack.record import Encoded, LayerMoments, LayerSample
+from factorpack.tiles import out_first
 
 
 class Method(Protocol):
@@ -95,3 +96,11 @@ def as_finite(weight: Tensor) -> Tensor:
             f"weights up to {largest:.3g} leave no room for FP32 arithmetic; exclude the tensor"
         )
     return working
+
+
+def rows_of(weight: Tensor, transposed_groups: int = 0) -> Tensor:
+    """The weight in working precision as a matrix, a row an output channel: (out, rest)."""
+    if weight.dim() == 0:
+        raise PlanError("a single number has no channels to quantize: keep it")
+    channels = out_first(as_finite(weight), transposed_groups)
+    return channels.reshape(len(channels), -1)

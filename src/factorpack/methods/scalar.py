@@ -8,10 +8,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.methods.protocol import as_finite, check_type
+from factorpack.methods.protocol import check_type, rows_of
 from factorpack.quantize.uniform import Clip, check_bits, fit_scale, to_codes
 from factorpack.record import Encoded, LayerMoments, LayerSample
-from factorpack.tiles import out_first
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +34,7 @@ class Scalar:
         transposed_groups: int = 0,
         sample: LayerSample | LayerMoments | None = None,  # noqa: ARG002
     ) -> Encoded:
-        if weight.dim() == 0:
-            raise PlanError("a single number has no channels to quantize: keep it")
-        rows = out_first(as_finite(weight), transposed_groups).flatten(1 if weight.dim() > 1 else 0)
-        rows = rows.reshape(rows.shape[0], -1)  # (out, rest)
+        rows = rows_of(weight, transposed_groups)
         scale = fit_scale(rows, self.bits, self.clip)
         parts = {"codes": to_codes(rows, scale, self.bits), "scale": scale}
         shape = tuple(weight.shape)

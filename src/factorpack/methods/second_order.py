@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.methods.protocol import as_finite, check_type
+from factorpack.methods.protocol import check_type, rows_of
 from factorpack.quantize.uniform import (
     MAX_STORED_BITS,
     check_bits,
@@ -23,7 +23,6 @@ from factorpack.record import Encoded, LayerMoments, LayerSample
 from factorpack.solve.code_length import HIGH_RATE
 from factorpack.solve.feedback import round_with_feedback
 from factorpack.solve.second_order import CODEBOOK_BITS, DAMPING, Basis, Problem, problem, tile_basis
-from factorpack.tiles import out_first
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +107,6 @@ class SecondOrder:
             codes, _ = round_with_feedback(latent, posed.factor, step, clamped)
         parts = {"codes": codes.reshape(rows.shape).to(torch.int8).contiguous(), "scale": scale}
         return Encoded("scalar", tuple(weight.shape), weight.dtype, parts, {"codes": bits}, groups)
-
-
-def rows_of(weight: Tensor, transposed_groups: int = 0) -> Tensor:
-    """The weight as a matrix, a row an output channel: (out, K)."""
-    return out_first(as_finite(weight), transposed_groups).flatten(1)
 
 
 def encode_at(

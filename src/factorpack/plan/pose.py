@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from factorpack.format.streams import estimated_part_bytes, split_of
-from factorpack.methods.second_order import as_encoded, rows_of
+from factorpack.methods.protocol import rows_of
+from factorpack.methods.second_order import as_encoded
 from factorpack.plan.curves import Curve
 from factorpack.plan.search import Search
 from factorpack.quantize.uniform import storable

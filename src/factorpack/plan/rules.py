@@ -3,8 +3,9 @@
 1. A tensor that matches `exclude` is kept raw.
 2. A weight that matches a pattern of `layers` gets that pattern's method; the first match wins.
 3. What is no weight is kept: integers, vectors (biases, norms), empty tensors, a single output channel.
-4. Unless the method is Scalar, SecondOrder or Keep, which suit anything: the first convolution is kept, a depthwise
-   convolution gets 8-bit codes, the classifier 4-bit codes, as in the paper.
+4. Unless the method is one of `SUIT_ANYTHING`: the first convolution is kept, a depthwise convolution gets
+   8-bit codes, the classifier 4-bit codes, as in the paper. Methods whose own papers keep the classifier,
+   `KEEP_CLASSIFIER`, do so.
 5. Everything else gets the method.
 """
 
@@ -16,12 +17,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from factorpack.errors import PlanError
-from factorpack.methods import Keep, Method, Scalar, SecondOrder
+from factorpack.methods import LSQ, TTQ, ABCNet, Keep, Method, NNCodec, Prune, Scalar, SecondOrder
 from factorpack.record import dtype_name
 from factorpack.source import Entry, Source, natural
 
 CLASSIFIER = Scalar(bits=4)
 DEPTHWISE = Scalar(bits=8)
+SUIT_ANYTHING = (Scalar, SecondOrder, Keep, LSQ, Prune, NNCodec)
+KEEP_CLASSIFIER = (TTQ, ABCNet)
 _HEADS = {"fc", "classifier", "head", "heads", "lm_head", "score"}
 
 
@@ -71,13 +74,16 @@ class Rules:
             return Choice(self.layers[matched], f"chosen by {matched!r}")
         if reason:
             return Choice(Keep(), reason)
-        if isinstance(self.method, Scalar | SecondOrder | Keep):
+        if isinstance(self.method, SUIT_ANYTHING):
             return Choice(self.method)
         if is_first:
             return Choice(Keep(), "first convolution")
         if is_depthwise(entry):
             return Choice(DEPTHWISE, "depthwise convolution")
-        return Choice(CLASSIFIER, "classifier") if is_classifier else Choice(self.method)
+        if is_classifier:
+            kept = isinstance(self.method, KEEP_CLASSIFIER)
+            return Choice(Keep() if kept else CLASSIFIER, "classifier")
+        return Choice(self.method)
 
 
 def _first_match(patterns: Iterable[str], names: list[str]) -> str | None:

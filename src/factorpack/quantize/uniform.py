@@ -77,9 +77,11 @@ def mse_scale(rows: Tensor, bits: int, start: Tensor) -> Tensor:
 
 
 def storable(scale: Tensor) -> Tensor:
-    """Rounds scales to FP16, or to FP32 where FP16 would overflow or round a scale that matters badly."""
-    largest = scale.max().item() if scale.numel() else 0.0
-    matters = scale[scale > largest * 2.0**-20]
+    """Rounds scales, or levels of any sign, to FP16, or to FP32 where FP16 would overflow or round one that
+    matters badly."""
+    size = scale.abs()
+    largest = size.max().item() if size.numel() else 0.0
+    matters = size[size > largest * 2.0**-20]
     fits = matters.numel() == 0 or (matters.min().item() >= 2.0**-16 and largest <= 65504.0)
     return scale.to(torch.float16 if fits else torch.float32)
 

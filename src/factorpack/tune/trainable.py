@@ -11,10 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from factorpack.decode import level_range
 from factorpack.quantize.straight_through import fake_quantize, straight_through
 from factorpack.quantize.uniform import to_codes
 from factorpack.record import Encoded
-from factorpack.tiles import from_out_first, from_tiles, out_first_shape
+from factorpack.tiles import from_tiles
 
 UNITS_A_CODE = 32.0
 
@@ -84,6 +85,53 @@ class QuantizedRows(nn.Module):
         return self.stored_scale().detach().to(self.scale_dtype)
 
 
+class LevelRows(QuantizedRows):
+    """Real numbers in units of a code, behind codes that stand for learned levels.
+
+    A number is rounded to the nearest code, so thresholds lie half-way between codes and stay there; the
+    levels learn on their own, each from the weights that have it. Straight through, a number moves its
+    weight by how far apart its level's neighbours are for each code, at the first and last level by how
+    far the one neighbour is. A level of zero stays zero, and gradients pass it as they come. For levels
+    -W_n, 0 and W_p these are the factors W_n, 1 and W_p of trained ternary quantization. Nothing is
+    clamped on the way back: a number that is beyond the last code could not return.
+    """
+
+    def __init__(self, codes: Tensor, levels: Tensor, bits: int) -> None:
+        super().__init__(codes, torch.ones(1, 1), bits)
+        self.growth.requires_grad_(False)  # codes have no scale of their own
+        self.range = level_range(levels.shape[1])
+        self.level_dtype = levels.dtype
+        # Relative units again: shares of a row's largest level, or of the power of two below it, to be exact.
+        largest = levels.float().abs().amax(1, keepdim=True)
+        power = (largest.frexp().exponent - 1).clamp_min(-126)
+        self.level_unit: Tensor
+        self.register_buffer("level_unit", torch.ldexp(torch.ones_like(largest), power))
+        self.shares = nn.Parameter(levels.float() / self.level_unit)
+        self.learns: Tensor
+        self.register_buffer("learns", levels != 0)
+
+    def forward(self) -> Tensor:
+        unit = self.unit()
+        index = unit.detach().round().clamp(*self.range).long() - self.range[0]
+        levels = self.stored_levels().expand(len(unit), -1)
+        slope = self._slopes(levels.detach()).gather(1, index)
+        return levels.gather(1, index) + slope * (unit - unit.detach())
+
+    def _slopes(self, levels: Tensor) -> Tensor:
+        """What a weight moves by for each code that its number does, level by level: (r, L)."""
+        steps = levels.diff(dim=1)
+        sides = torch.cat([steps[:, :1], steps, steps[:, -1:]], 1)
+        return torch.where(self.learns, (sides[:, 1:] + sides[:, :-1]) / 2, 1.0)
+
+    def stored_levels(self) -> Tensor:
+        """The levels as the file holds them, with the gradient of those that learn."""
+        levels = self.shares * self.learns * self.level_unit
+        return straight_through(levels, levels.to(self.level_dtype).float())
+
+    def codes(self) -> Tensor:
+        return super().codes().clamp(*self.range)
+
+
 class TrainableFactors(nn.Module):
     """W~ = Q(C) Q(Z) + mu. Where a threshold made extra zeros, the zeros of Z stay zero."""
 
@@ -115,25 +163,42 @@ class TrainableFactors(nn.Module):
 
 
 class TrainableScalar(nn.Module):
-    """W = Q(w; s): learned-step quantization of a code a weight."""
+    """W = Q(w; s): learned-step quantization of a code a weight. A threshold's zeros stay zero."""
 
     def __init__(self, encoded: Encoded) -> None:
         super().__init__()
         self.like = encoded
-        self.rows = QuantizedRows(encoded.parts["codes"], encoded.parts["scale"], encoded.bits["codes"])
+        codes, scale = encoded.parts["codes"], encoded.parts["scale"]
+        mask = codes != 0 if encoded.extra_zeros else None
+        self.rows = QuantizedRows(codes, scale, encoded.bits["codes"], mask)
 
     def forward(self) -> Tensor:
-        groups = self.like.transposed_groups
-        rows = self.rows().reshape(out_first_shape(self.like.shape, groups))
-        return from_out_first(rows, groups)
+        return from_tiles(self.rows().T, self.like.shape, self.like.transposed_groups)
 
     def encoded(self) -> Encoded:
         return _like(self.like, {"codes": self.rows.codes(), "scale": self.rows.scales()})
 
 
-TRAINABLE: dict[str, type[TrainableFactors] | type[TrainableScalar]] = {
+class TrainableLevels(nn.Module):
+    """W = v[Q(w)]: a code a weight, and learned levels."""
+
+    def __init__(self, encoded: Encoded) -> None:
+        super().__init__()
+        self.like = encoded
+        self.rows = LevelRows(encoded.parts["codes"], encoded.parts["levels"], encoded.bits["codes"])
+
+    def forward(self) -> Tensor:
+        return from_tiles(self.rows().T, self.like.shape, self.like.transposed_groups)
+
+    def encoded(self) -> Encoded:
+        levels = self.rows.stored_levels().detach().to(self.rows.level_dtype)
+        return _like(self.like, {"codes": self.rows.codes(), "levels": levels})
+
+
+TRAINABLE: dict[str, type[TrainableFactors] | type[TrainableScalar] | type[TrainableLevels]] = {
     "factors": TrainableFactors,
     "scalar": TrainableScalar,
+    "levels": TrainableLevels,
 }
 """Kinds that are trained in their packed form; kept tensors are trained as they are."""
 

@@ -1,0 +1,73 @@
+"""NNCodec: one step a tensor and rounding that weighs every code's bits, as DeepCABAC does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import ClassVar
+
+from torch import Tensor
+
+from factorpack.errors import PlanError
+from factorpack.methods.protocol import check_type, rows_of
+from factorpack.methods.second_order import encode_at
+from factorpack.record import Encoded, LayerMoments, LayerSample
+from factorpack.solve.code_length import HIGH_RATE
+from factorpack.solve.second_order import problem
+
+QP_LIMIT = 500
+QP_STEPS = 4
+"""Quantization parameters an octave."""
+
+
+@dataclass(frozen=True, slots=True)
+class NNCodec:
+    """Codes of one step for a whole tensor, each with the least (w - q s)^2 + price s^2 bits(q).
+
+    The step is `step` times the tensor's root mean square, or the one that the standard gives the whole
+    number `qp`: s = (1 + (qp mod 4) / 4) 2^floor(qp / 4), the same for every tensor.
+
+    The scheme is that of DeepCABAC (Wiedemann et al. 2019) and of the standard ISO/IEC 15938-17 made of
+    it, and the streams are not. There codes become binary decisions whose models adapt as they are read,
+    with contexts from the code before; here a code is one symbol of asymmetric numeral systems, whose
+    tables are stored, and its context is the class of its row and column. There a weight's error may count
+    by its importance, and quantizers may depend on each other; here neither does.
+    """
+
+    step: float | None = None
+    qp: int | None = None
+    price: float = HIGH_RATE
+
+    name: ClassVar[str] = "nncodec"
+
+    def __post_init__(self) -> None:
+        if (self.step is None) == (self.qp is None):
+            raise PlanError(f"step is {self.step} and qp {self.qp}: give exactly one of them")
+        check_type("price", self.price, float, int)
+        if not 0 <= self.price < inf:
+            raise PlanError(f"price is {self.price}, expected a number from 0 up")
+        if self.step is not None:
+            check_type("step", self.step, float, int)
+            if not 0 < self.step < inf:
+                raise PlanError(f"step is {self.step}, expected a number above 0")
+        if self.qp is not None:
+            check_type("qp", self.qp, int)
+            if not -QP_LIMIT <= self.qp <= QP_LIMIT:
+                raise PlanError(f"qp is {self.qp}, allowed are -{QP_LIMIT} to {QP_LIMIT}")
+
+    def encode(
+        self,
+        weight: Tensor,
+        transposed_groups: int = 0,
+        sample: LayerSample | LayerMoments | None = None,  # noqa: ARG002
+    ) -> Encoded:
+        rows = rows_of(weight, transposed_groups)
+        return encode_at(problem(rows, None), self._step(rows), weight, transposed_groups, self.price)
+
+    def _step(self, rows: Tensor) -> float:
+        if self.qp is not None:
+            octave, quarter = divmod(self.qp, QP_STEPS)
+            return float((1 + quarter / QP_STEPS) * 2.0**octave)
+        assert self.step is not None
+        spread = float(rows.double().square().mean().sqrt())
+        return self.step * spread or 1.0  # a tensor of zeros is zero at any step
