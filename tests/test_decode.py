@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -154,3 +156,11 @@ def test_a_code_without_a_level_is_refused(code: int, found: str) -> None:
     check("levels", (2, 3), torch.float32, 0, specs(encoded))
     with pytest.raises(FormatError, match=f"codes {found}, 3 levels allow -1 to 1"):
         decode(encoded)
+
+
+def test_spatial_factors_by_the_formula() -> None:
+    """W[o, i, y, x] = sum_k v[k, i, y] u[o, k, x]."""
+    vertical, horizontal = codes(15, 2), codes(2, 28, seed=1)
+    encoded = replace(factors(vertical, horizontal, (7, 5, 3, 4)), kind="spatial")
+    v, u = vertical.double().reshape(5, 3, 2), horizontal.double().reshape(2, 7, 4)
+    assert torch.equal(decode(encoded).double(), torch.einsum("iyk,kox->oiyx", v, u))

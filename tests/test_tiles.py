@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from factorpack.errors import PlanError
-from factorpack.tiles import from_out_first, from_tiles, out_first, out_first_shape, tile_count, to_tiles
+from factorpack.tiles import (
+    from_out_first,
+    from_spatial,
+    from_tiles,
+    out_first,
+    out_first_shape,
+    tile_count,
+    to_spatial,
+    to_tiles,
+)
 from tests.helpers import assert_same_tensor, seeded
 
 sizes = st.integers(1, 6)
@@ -39,6 +48,22 @@ def test_from_tiles_inverts_to_tiles(weight: tuple[tuple[int, ...], int], tile: 
     matrix = to_tiles(original, tile, groups)
     assert matrix.shape == (tile, tile_count(original.numel(), tile))
     assert_same_tensor(from_tiles(matrix, shape, groups), original)
+
+
+@given(weights())
+def test_from_spatial_inverts_to_spatial(weight: tuple[tuple[int, ...], int]) -> None:
+    shape, groups = weight
+    original = numbered(*shape)
+    assert_same_tensor(from_spatial(to_spatial(original, groups), shape, groups), original)
+
+
+@given(sizes, sizes, sizes, sizes)
+def test_a_spatial_matrix_has_rows_of_inputs_and_heights(out: int, inputs: int, h: int, w: int) -> None:
+    weight = numbered(out, inputs, h, w)
+    matrix = to_spatial(weight)
+    assert matrix.shape == (inputs * h, out * w)
+    for o, i, y, x in itertools.product(range(out), range(inputs), range(h), range(w)):
+        assert matrix[i * h + y, o * w + x] == weight[o, i, y, x]
 
 
 @given(weights(), tiles)

@@ -11,13 +11,20 @@ from torch import Tensor
 from factorpack.errors import FormatError
 from factorpack.quantize.uniform import MAX_STORED_BITS, MIN_BITS, code_dtype, from_codes
 from factorpack.record import Encoded
-from factorpack.tiles import from_tiles, out_first_shape, tile_count
+from factorpack.tiles import from_spatial, from_tiles, out_first_shape, spatial_shape, tile_count
 
 LEAST_LEVEL_BITS = 1
 """A bit tells two levels apart; codes that are multiplied have no use for the two numbers -1 and 0."""
 _SCALES = (torch.float16, torch.float32)
 _STORED = {"keep": "values", "constant": "value"}
 """The part that holds the tensor's own numbers, for the kinds that have one."""
+
+
+LAYOUTS: dict[str, Callable[[Tensor, tuple[int, ...], int], Tensor]] = {
+    "factors": from_tiles,
+    "spatial": from_spatial,
+}
+"""Kinds that are a product of two matrices: how it becomes the weight, given its shape and transposed groups."""
 
 
 def decode(encoded: Encoded) -> Tensor:
@@ -35,12 +42,15 @@ def narrowed(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def factors(encoded: Encoded) -> Tensor:
-    """W~ = C Z + mu 1^T: codes (d, k) and (k, n) times their scales, plus the centring vector (d, 1)."""
+    """W~ = C Z + mu 1^T: codes (d, k) and (k, n) times their scales, plus the centring vector (d, 1).
+
+    How W~ is laid out in the weight is the kind's: `LAYOUTS`.
+    """
     codebook = from_codes(encoded.parts["codebook"], encoded.parts["codebook_scale"])
     latent = from_codes(encoded.parts["latent"], encoded.parts["latent_scale"])
     mean = encoded.parts.get("mean")
     matrix = codebook @ latent if mean is None else torch.addmm(mean.to(latent.dtype), codebook, latent)
-    return from_tiles(matrix, encoded.shape, encoded.transposed_groups)
+    return LAYOUTS[encoded.kind](matrix, encoded.shape, encoded.transposed_groups)
 
 
 def scalar(encoded: Encoded) -> Tensor:
@@ -82,6 +92,7 @@ def constant(encoded: Encoded) -> Tensor:
 
 DECODERS: dict[str, Callable[[Encoded], Tensor]] = {
     "factors": factors,
+    "spatial": factors,
     "scalar": scalar,
     "levels": levels,
     "keep": keep,
@@ -126,9 +137,32 @@ def check(
         raise FormatError(f"{stored} values cannot stand for a {dtype} tensor")
 
 
+_PRODUCT = {"codebook", "codebook_scale", "latent", "latent_scale"}
+
+
 def _check_factors(shape: tuple[int, ...], _: int, parts: Mapping[str, PartSpec]) -> None:
+    _expect_names(parts, _PRODUCT, {"mean"})
+    tile = _expect_codebook(shape, parts)
+    _expect_latent(parts, tile_count(torch.Size(shape).numel(), tile))
+    if "mean" in parts:
+        _expect_shape(parts, "mean", (tile, 1))
+        _expect_dtype(parts, "mean", (torch.float16, torch.float32))
+
+
+def _check_spatial(shape: tuple[int, ...], groups: int, parts: Mapping[str, PartSpec]) -> None:
+    _expect_names(parts, _PRODUCT)
+    tile = _expect_codebook(shape, parts)
+    if len(shape) < 2:
+        raise FormatError(f"a tensor of shape {shape} has no filters, expected two dimensions or more")
+    outputs, inputs, height, width = spatial_shape(shape, groups)
+    if tile != inputs * height:
+        raise FormatError(f"a codebook of {tile} rows for {inputs} inputs and filters {height} high")
+    _expect_latent(parts, outputs * width)
+
+
+def _expect_codebook(shape: tuple[int, ...], parts: Mapping[str, PartSpec]) -> int:
+    """The tile of a product of codes for a weight of this shape."""
     numel = torch.Size(shape).numel()
-    _expect_names(parts, {"codebook", "codebook_scale", "latent", "latent_scale"}, {"mean"})
     _expect_codes(parts, "codebook")
     _expect_codes(parts, "latent")
     if numel == 0:
@@ -136,13 +170,15 @@ def _check_factors(shape: tuple[int, ...], _: int, parts: Mapping[str, PartSpec]
     tile, rank = parts["codebook"].shape
     if not 1 <= rank <= tile <= numel:
         raise FormatError(f"a codebook of {tile} x {rank} does not suit a weight of {numel} numbers")
-    count = tile_count(numel, tile)
+    return tile
+
+
+def _expect_latent(parts: Mapping[str, PartSpec], count: int) -> None:
+    """The latent of `count` tiles, and the scales of both factors."""
+    rank = parts["codebook"].shape[1]
     _expect_shape(parts, "latent", (rank, count))
     _expect_scale(parts, "codebook_scale", {(1, rank), (1, 1)})
     _expect_scale(parts, "latent_scale", {(rank, 1), (1, count), (1, 1)})
-    if "mean" in parts:
-        _expect_shape(parts, "mean", (tile, 1))
-        _expect_dtype(parts, "mean", (torch.float16, torch.float32))
 
 
 def _check_scalar(shape: tuple[int, ...], groups: int, parts: Mapping[str, PartSpec]) -> None:
@@ -178,6 +214,7 @@ def _check_constant(_: tuple[int, ...], __: int, parts: Mapping[str, PartSpec]) 
 
 _CHECKS: dict[str, Callable[[tuple[int, ...], int, Mapping[str, PartSpec]], None]] = {
     "factors": _check_factors,
+    "spatial": _check_spatial,
     "scalar": _check_scalar,
     "levels": _check_levels,
     "keep": _check_keep,

@@ -122,7 +122,7 @@ def words(encoded: Encoded) -> str:
         return "one value everywhere"
     if encoded.kind == "levels":
         return f"{encoded.parts['levels'].shape[1]} levels"
-    name, scale = ("latent", "latent_scale") if encoded.kind == "factors" else ("codes", "scale")
+    name, scale = ("codes", "scale") if encoded.kind == "scalar" else ("latent", "latent_scale")
     codes, bits = encoded.parts[name], encoded.bits[name]
     if encoded.parts[scale].numel() == 1:  # the width is then that of the layer's largest number
         bits = _width(int(codes.min()), int(codes.max()))

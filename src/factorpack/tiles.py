@@ -67,3 +67,27 @@ def out_first_shape(shape: tuple[int, ...], transposed_groups: int = 0) -> tuple
     if transposed_groups == 0:
         return shape
     return (shape[1] * transposed_groups, shape[0] // transposed_groups, *shape[2:])
+
+
+def to_spatial(weight: Tensor, transposed_groups: int = 0) -> Tensor:
+    """A weight (out, in, h, w) as the matrix (in*h, out*w) whose factors are one-dimensional filters.
+
+    Of any other number of kernel dimensions the last one is w and all before it are h; without any, both
+    are 1.
+    """
+    outputs, inputs, height, width = spatial_shape(tuple(weight.shape), transposed_groups)
+    channels = out_first(weight, transposed_groups).reshape(outputs, inputs, height, width)
+    return channels.permute(1, 2, 0, 3).reshape(inputs * height, outputs * width)
+
+
+def from_spatial(matrix: Tensor, shape: tuple[int, ...], transposed_groups: int = 0) -> Tensor:
+    """The inverse of `to_spatial`: (in*h, out*w) back to `shape`."""
+    outputs, inputs, height, width = spatial_shape(shape, transposed_groups)
+    channels = matrix.reshape(inputs, height, outputs, width).permute(2, 0, 1, 3)
+    return from_out_first(channels.reshape(out_first_shape(shape, transposed_groups)), transposed_groups)
+
+
+def spatial_shape(shape: tuple[int, ...], transposed_groups: int = 0) -> tuple[int, int, int, int]:
+    """Out, in, h and w, as `to_spatial` reads them."""
+    outputs, inputs, *kernel = out_first_shape(shape, transposed_groups)
+    return outputs, inputs, math.prod(kernel[:-1]), kernel[-1] if kernel else 1

@@ -23,6 +23,7 @@ from factorpack.methods import (
     LSQ,
     METHODS,
     QSPCA,
+    SVD,
     TTQ,
     ABCNet,
     Keep,
@@ -31,6 +32,7 @@ from factorpack.methods import (
     Prune,
     Scalar,
     SecondOrder,
+    SpatialSVD,
 )
 from factorpack.quantize.uniform import code_dtype, code_range
 from factorpack.record import Encoded
@@ -57,6 +59,8 @@ SETTINGS: dict[str, tuple[Method, ...]] = {
     "abcnet": (ABCNet(1), ABCNet(4, channels=True)),
     "prune": (Prune(), Prune(0.3, 3)),
     "nncodec": (NNCodec(0.3), NNCodec(qp=-9, price=0.0)),
+    "svd": (SVD(rank=4), SVD(share=0.5, bits=16)),
+    "spatial_svd": (SpatialSVD(rank=4), SpatialSVD(share=0.5, bits=16)),
 }
 
 LADDERS: dict[str, tuple[Method, ...]] = {
@@ -69,6 +73,8 @@ LADDERS: dict[str, tuple[Method, ...]] = {
     "abcnet": tuple(ABCNet(bases) for bases in (1, 3, 5)),
     "prune": tuple(Prune(0.5, bits) for bits in range(2, 9)),
     "nncodec": tuple(NNCodec(2.0**-power) for power in range(7)),
+    "svd": tuple(SVD(rank=4, bits=bits) for bits in (2, 4, 8, 16)),
+    "spatial_svd": tuple(SpatialSVD(rank=4, bits=bits) for bits in (2, 4, 8, 16)),
 }
 """Each method from few bits to many. LSQ's steps are a start, of which neighbours may swap in small rows;
 of ABC-Net's signs, those of the next entry are the last one's and more."""

@@ -80,6 +80,8 @@ def test_methods_are_frozen_and_know_their_name(name: str, cls: type[Method]) ->
         "qspca": {"rank": 4, "latent_bits": 4},
         "second_order": {"bits": 4},
         "nncodec": {"step": 0.5},
+        "svd": {"rank": 4},
+        "spatial_svd": {"rank": 4},
     }
     fields = needed.get(name, {})
     method = cls(**fields)

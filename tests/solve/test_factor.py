@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from factorpack.solve.factor import best_latent, principal_basis
+from factorpack.solve.factor import best_latent, principal_basis, truncated
 from tests.helpers import assert_close, seeded, tolerance
 
 SHAPES = [(8, 8), (8, 40), (16, 300), (12, 5), (1, 7), (6, 1)]
@@ -122,3 +122,25 @@ def test_fp32_in_fp32_out() -> None:
 
 def test_a_codebook_of_zeros_gets_zeros() -> None:
     assert best_latent(torch.zeros(6, 2), seeded(6, 9)).eq(0).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
+def test_truncation_is_the_svd_s_with_singular_values_halved_between_both(
+    shape: tuple[int, int], scale: float
+) -> None:
+    matrix = scale * seeded(*shape, dtype=torch.float64)
+    u, values, v = torch.linalg.svd(matrix, full_matrices=False)
+    for rank in range(1, min(shape) + 1):
+        left, right = truncated(matrix, rank)
+        assert (left.shape, right.shape) == ((shape[0], rank), (rank, shape[1]))
+        # The Gram matrix squares the gaps between singular values, by which its eigenvectors turn.
+        assert_close(left @ right, u[:, :rank] * values[:rank] @ v[:rank], torch.float32)
+        assert_close(left.norm(dim=0), values[:rank].sqrt())
+        assert_close(right.norm(dim=1), values[:rank].sqrt())
+
+
+def test_truncated_zeros_are_zeros() -> None:
+    left, right = truncated(torch.zeros(4, 6), 2)
+    assert not (left @ right).any()
+    assert right.isfinite().all()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from factorpack.decode import PartSpec
+from factorpack.decode import LAYOUTS, PartSpec
 from factorpack.errors import FormatError
 from factorpack.format import entropy
 from factorpack.format.bitpack import pack, packed_bytes, unpack
@@ -45,10 +45,10 @@ def estimated_part_bytes(part: Tensor, bits: int, split: int = 0) -> int:
 def split_of(encoded: Encoded, name: str) -> int:
     """How many output channels a part's columns divide into evenly, or 0.
 
-    Tiles that divide a filter make column j of a latent belong to one output channel, and a channel's
-    codes, of all latent rows, are more alike than a latent row's.
+    Tiles that divide a filter make column j of a latent belong to one output channel, as every column of
+    a spatial one does, and a channel's codes, of all latent rows, are more alike than a latent row's.
     """
-    if encoded.kind != "factors" or name != "latent":
+    if encoded.kind not in LAYOUTS or name != "latent":
         return 0
     channels = out_first_shape(encoded.shape, encoded.transposed_groups)[0]
     tile = len(encoded.parts["codebook"])

@@ -11,6 +11,8 @@ from factorpack.methods.prune import Prune
 from factorpack.methods.qspca import QSPCA
 from factorpack.methods.scalar import Scalar
 from factorpack.methods.second_order import SecondOrder
+from factorpack.methods.spatial_svd import SpatialSVD
+from factorpack.methods.svd import SVD
 from factorpack.methods.ttq import TTQ
 
 METHODS: dict[str, type[Method]] = {
@@ -23,6 +25,8 @@ METHODS: dict[str, type[Method]] = {
     "abcnet": ABCNet,
     "prune": Prune,
     "nncodec": NNCodec,
+    "svd": SVD,
+    "spatial_svd": SpatialSVD,
 }
 """Every method, by the name recipes and the command line use."""
 
@@ -30,6 +34,7 @@ __all__ = [
     "LSQ",
     "METHODS",
     "QSPCA",
+    "SVD",
     "TTQ",
     "ABCNet",
     "Keep",
@@ -38,6 +43,7 @@ __all__ = [
     "Prune",
     "Scalar",
     "SecondOrder",
+    "SpatialSVD",
     "from_fields",
     "samples_of",
 ]

@@ -131,7 +131,7 @@ class QSPCA:
             codes, latent_scale = codes.T.contiguous(), latent_scale.T
         keep = extra_zero_mask(from_codes(codes, latent_scale), latent, self.sparsity)
         codes = torch.where(keep, codes, torch.zeros_like(codes))
-        return _parts(codebook, codebook_scale.T, codes, latent_scale), int(keep.numel() - keep.sum())
+        return factor_parts(codebook, codebook_scale.T, codes, latent_scale), int(keep.numel() - keep.sum())
 
     def _optimize(
         self,
@@ -164,12 +164,12 @@ class QSPCA:
         codebook, latent = solver.solve(problem, sample)
         codes = to_codes(latent, latent_scale, self.latent_bits)
         extra_zeros = int(start.count_nonzero()) - kept
-        return _parts(
+        return factor_parts(
             to_codes(codebook, codebook_scale, self.codebook_bits), codebook_scale, codes, latent_scale
         ), extra_zeros
 
 
-def _parts(
+def factor_parts(
     codebook: Tensor, codebook_scale: Tensor, latent: Tensor, latent_scale: Tensor
 ) -> dict[str, Tensor]:
     """(d, k), (1, k), (k, n), and (k, 1) or (1, n)."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from factorpack.decode import LAYOUTS
 from factorpack.model import Packed
 from factorpack.source import TRANSPOSED, weight_of
 
@@ -68,7 +69,7 @@ def overhead(
         positions.setdefault(packed.aliases.get(name, name), []).extend(counts)
     layers, uncounted = {}, []
     for name, encoded in packed.items():
-        if encoded.kind != "factors":
+        if encoded.kind not in LAYOUTS:
             continue
         if name not in positions:
             uncounted.append(name)

@@ -25,3 +25,17 @@ def best_latent(codebook: Tensor, matrix: Tensor) -> Tensor:
     wide = codebook.double()
     projector: Tensor = torch.linalg.pinv(wide.T @ wide, rtol=1e-10, hermitian=True) @ wide.T  # (k, d)
     return projector.to(matrix.dtype) @ matrix
+
+
+def truncated(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The closest product of (m, rank) and (rank, n) to (m, n), each with half of every singular value."""
+    wide = matrix.double()
+    if wide.shape[0] > wide.shape[1]:
+        left, right = truncated(wide.T, rank)
+        return right.T.to(matrix.dtype), left.T.to(matrix.dtype)
+    basis = principal_basis(wide, rank)
+    rest = basis.T @ wide
+    half = rest.norm(dim=1).sqrt()
+    return (basis * half).to(matrix.dtype), (rest / torch.where(half > 0, half, 1.0)[:, None]).to(
+        matrix.dtype
+    )

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from factorpack.decode import level_range
+from factorpack.decode import LAYOUTS, level_range
 from factorpack.quantize.straight_through import fake_quantize, straight_through
 from factorpack.quantize.uniform import to_codes
 from factorpack.record import Encoded
@@ -35,14 +35,16 @@ class QuantizedRows(nn.Module):
 
     Both are trained in relative units, because Adam's steps know no others: `numbers` in 32nds of the
     first scale, so that a rate of 3e-4 moves a code by a hundredth at most, and the scale as the logarithm
-    of its growth. `mask` freezes zeros.
+    of its growth. Codes beyond 8 bits that fill their width, as those with many scales do, move as far as
+    8-bit codes would. `mask` freezes zeros.
     """
 
     def __init__(self, codes: Tensor, scale: Tensor, bits: int, mask: Tensor | None = None) -> None:
         super().__init__()
         self.bits = bits
         self.scale_dtype = scale.dtype
-        self.numbers = nn.Parameter(codes.float() / UNITS_A_CODE)  # exact: a power of two
+        self.units = UNITS_A_CODE * 2.0 ** max(bits - 8, 0) if scale.numel() > 1 else UNITS_A_CODE
+        self.numbers = nn.Parameter(codes.float() / self.units)  # exact: a power of two
         self.growth = nn.Parameter(torch.zeros_like(scale, dtype=torch.float32))
         self.first_scale: Tensor
         self.register_buffer("first_scale", scale.float().clone())
@@ -54,7 +56,7 @@ class QuantizedRows(nn.Module):
         return quantized if self.mask is None else quantized * self.mask
 
     def values(self) -> Tensor:
-        return self.numbers * (self.first_scale * UNITS_A_CODE)
+        return self.numbers * (self.first_scale * self.units)
 
     def unit(self) -> Tensor:
         """The numbers in units of the scale: what is rounded to codes, before it is."""
@@ -64,7 +66,7 @@ class QuantizedRows(nn.Module):
 
     def a_code(self) -> Tensor:
         """How far `numbers` must move for a code to move by one."""
-        unit = self.first_scale * UNITS_A_CODE
+        unit = self.first_scale * self.units
         return self.stored_scale() / torch.where(unit > 0, unit, torch.inf)
 
     def put(self, where: Tensor, codes: Tensor) -> None:
@@ -148,7 +150,7 @@ class TrainableFactors(nn.Module):
     def forward(self) -> Tensor:
         product = self.codebook() @ self.latent()
         matrix = product if self.mean is None else product + self.mean
-        return from_tiles(matrix, self.like.shape, self.like.transposed_groups)
+        return LAYOUTS[self.like.kind](matrix, self.like.shape, self.like.transposed_groups)
 
     def encoded(self) -> Encoded:
         parts = {
@@ -197,6 +199,7 @@ class TrainableLevels(nn.Module):
 
 TRAINABLE: dict[str, type[TrainableFactors] | type[TrainableScalar] | type[TrainableLevels]] = {
     "factors": TrainableFactors,
+    "spatial": TrainableFactors,
     "scalar": TrainableScalar,
     "levels": TrainableLevels,
 }

@@ -1,4 +1,5 @@
-"""Levels that lie: refused when the file is opened, or, where only the codes tell, when it is decoded."""
+"""Levels and spatial factors that lie: refused when the file is opened, or, where only the codes tell, when
+it is decoded."""
 
 from __future__ import annotations
 
@@ -33,11 +34,23 @@ SIGNS = Encoded(
     {"codes": CODES.clamp(-1, 0), "levels": torch.tensor([[-1.0, 1.0]] * 4)},
     {"codes": 1},
 )
+SPATIAL = Encoded(
+    "spatial",
+    (4, 5, 2, 3),
+    torch.float32,
+    {
+        "codebook": torch.ones(10, 2, dtype=torch.int8),
+        "codebook_scale": torch.ones(1, 2).half(),
+        "latent": torch.ones(2, 12, dtype=torch.int8),
+        "latent_scale": torch.ones(2, 1).half(),
+    },
+    {"codebook": 4, "latent": 4},
+)
 Tamper = Callable[[Pieces], None]
 
 
 def pieces(folder: Path) -> Pieces:
-    write_packed(folder / "file", {"ternary": TERNARY, "signs": SIGNS})
+    write_packed(folder / "file", {"ternary": TERNARY, "signs": SIGNS, "spatial": SPATIAL})
     return take_apart((folder / "file").read_bytes())
 
 
@@ -91,6 +104,31 @@ SCHEMAS: dict[str, tuple[Tamper, str]] = {
             parts={"codes": ["ans", 2, [1, 1 << 40], 20], "levels": ["raw", "float16", [1, 3], 6]},
         ),
         "claims 1099511627776 numbers in 26 bytes",
+    ),
+    "spatial factors of a vector": (
+        lambda found: found.row("spatial").update(shape=[120]),
+        "a tensor of shape (120,) has no filters",
+    ),
+    "spatial factors of other filters": (
+        field("spatial", "shape", [4, 5, 3, 2]),
+        "a codebook of 10 rows for 5 inputs and filters 3 high",
+    ),
+    "spatial factors of other outputs": (
+        field("spatial", "shape", [5, 5, 2, 3]),
+        "part 'latent' has shape (2, 12), expected (2, 15)",
+    ),
+    "spatial factors of nothing": (field("spatial", "shape", [0, 5, 2, 3]), "has no factors"),
+    "a spatial mean": (
+        part("spatial", "mean", ["raw", "float32", [10, 1], 40]),
+        "found parts ['codebook', 'codebook_scale', 'latent', 'latent_scale', 'mean']",
+    ),
+    "extra zeros of a spatial latent": (
+        field("spatial", "extra_zeros", 1),
+        "claims 1 extra zeros among 0 codes",
+    ),
+    "spatial factors of groups that do not divide": (
+        field("spatial", "transposed_groups", 3),
+        "is not a transposed convolution of 3 groups",
     ),
     "2^40 levels": (
         part("ternary", "levels", ["raw", "float16", [1, 1 << 40], 1 << 41]),
@@ -152,3 +190,4 @@ def test_the_files_that_are_tampered_with_can_be_read(tmp_path: Path) -> None:
     reader = Reader(tmp_path / "file")
     assert decode(reader["ternary"]).unique().tolist() == [-0.5, 0.0, 0.75]
     assert decode(reader["signs"]).unique().tolist() == [-1.0, 1.0]
+    assert decode(reader["spatial"]).unique().tolist() == [2.0]
