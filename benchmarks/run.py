@@ -32,6 +32,7 @@ STUDIES = {
     "kept": "benchmarks.studies.kept",
     "codes": "benchmarks.studies.codes",
     "permute": "benchmarks.studies.permute",
+    "baselines": "benchmarks.studies.baselines",
 }
 """Study -> the module whose `run(**case)` returns its result."""
 

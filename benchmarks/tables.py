@@ -176,6 +176,25 @@ def ablation() -> str:
     return f"{markdown(['near', 'rank', 'bits', 'sparsity', 'ratio', 'top-1'], rows)}\n{source(document)}"
 
 
+def baselines() -> str:
+    document = result("baselines", "resnet18")
+    rows = [
+        [
+            ", ".join(
+                [row["method"]["method"], *(f"{k} {v}" for k, v in row["method"].items() if k != "method")]
+            ),
+            f"{row['file_bytes'] / 1e6:.2f}",
+            f"{row['file_ratio']:.2f}",
+            f"{row['paper_ratio']:.2f}",
+            f"{row['weight_error']:.3f}",
+            f"{row['compress_s'] + row['save_s']:.1f}",
+        ]
+        for row in document["result"]["rows"]
+    ]
+    head = ["method", "file, MB", "file ratio", "fixed-width ratio", "weight error", "seconds"]
+    return f"{markdown(head, rows)}\n{source(document)}"
+
+
 def near(rows: list[dict[str, Any]], ratio: float) -> list[dict[str, Any]]:
     """Results whose ratio by the paper's formula is within 12 % of `ratio`, the smallest rank first."""
     close = [row for row in rows if abs(row["paper_ratio"] / ratio - 1) < 0.12]
@@ -193,6 +212,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cifar-resnet18": cifar("resnet18"),
     "cifar-mobilenet_v2": cifar("mobilenet_v2"),
     "ablation": ablation,
+    "baselines": baselines,
     "fewshot-resnet18": fewshot("resnet18"),
     "fewshot-mobilenet_v2": fewshot("mobilenet_v2"),
     **PLANNED,
