@@ -81,6 +81,21 @@ def test_zeros_stay_zero_in_training() -> None:
     assert not gradient[zeros].any()
 
 
+def test_fine_codes_train_as_fast_as_coarse_ones() -> None:
+    """What is left must make up for what is gone, and 8-bit codes are 16 times closer together."""
+    moves = []
+    for bits in (4, 8):
+        trainable = TrainableScalar(Prune(0.5, bits).encode(WEIGHT.float()))
+        before = trainable().detach()
+        optimizer = torch.optim.Adam(trainable.parameters(), lr=3e-3)
+        for _ in range(20):
+            optimizer.zero_grad()
+            trainable().backward(seeded(12, 50, seed=1))
+            optimizer.step()
+        moves.append((trainable().detach() - before).norm().item())
+    assert 0.5 < moves[1] / moves[0] < 2.0
+
+
 def test_nothing_pruned_may_leave_zero() -> None:
     encoded = Prune(0.0, 2).encode(WEIGHT)
     assert encoded.extra_zeros == 0

@@ -20,6 +20,15 @@ from factorpack.tiles import from_tiles
 UNITS_A_CODE = 32.0
 
 
+def far_units(bits: int) -> float:
+    """Units a code with which codes move as far as 4-bit ones do, in shares of what their width can hold.
+
+    For codes of which training must make something else than they are: weights that are left of many, and
+    factors of a low rank. Wide codes otherwise start close to the weights they stand for.
+    """
+    return UNITS_A_CODE * 2.0 ** max(bits - 4, 0)
+
+
 class Trainable(Protocol):
     """A module that makes a weight and can say what it would be stored as."""
 
@@ -35,15 +44,21 @@ class QuantizedRows(nn.Module):
 
     Both are trained in relative units, because Adam's steps know no others: `numbers` in 32nds of the
     first scale, so that a rate of 3e-4 moves a code by a hundredth at most, and the scale as the logarithm
-    of its growth. Codes beyond 8 bits that fill their width, as those with many scales do, move as far as
-    8-bit codes would. `mask` freezes zeros.
+    of its growth. `mask` freezes zeros; `units` other than 32 are for codes that have far to go.
     """
 
-    def __init__(self, codes: Tensor, scale: Tensor, bits: int, mask: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        bits: int,
+        mask: Tensor | None = None,
+        units: float = UNITS_A_CODE,
+    ) -> None:
         super().__init__()
         self.bits = bits
         self.scale_dtype = scale.dtype
-        self.units = UNITS_A_CODE * 2.0 ** max(bits - 8, 0) if scale.numel() > 1 else UNITS_A_CODE
+        self.units = units
         self.numbers = nn.Parameter(codes.float() / self.units)  # exact: a power of two
         self.growth = nn.Parameter(torch.zeros_like(scale, dtype=torch.float32))
         self.first_scale: Tensor
@@ -142,8 +157,14 @@ class TrainableFactors(nn.Module):
         self.like = encoded
         parts, bits = encoded.parts, encoded.bits
         mask = parts["latent"] != 0 if encoded.extra_zeros else None
-        self.codebook = QuantizedRows(parts["codebook"], parts["codebook_scale"], bits["codebook"])
-        self.latent = QuantizedRows(parts["latent"], parts["latent_scale"], bits["latent"], mask)
+        # Factors that are both fine are an SVD's, short of rank; of others it is the rounding that is short.
+        is_far = min(bits["codebook"], bits["latent"]) >= 8 and parts["latent_scale"].numel() > 1
+        units = {name: far_units(width) if is_far else UNITS_A_CODE for name, width in bits.items()}
+        codebook_scale, latent_scale = parts["codebook_scale"], parts["latent_scale"]
+        self.codebook = QuantizedRows(
+            parts["codebook"], codebook_scale, bits["codebook"], units=units["codebook"]
+        )
+        self.latent = QuantizedRows(parts["latent"], latent_scale, bits["latent"], mask, units["latent"])
         mean = parts.get("mean")
         self.mean = None if mean is None else nn.Parameter(mean.float().clone())
 
@@ -172,7 +193,9 @@ class TrainableScalar(nn.Module):
         self.like = encoded
         codes, scale = encoded.parts["codes"], encoded.parts["scale"]
         mask = codes != 0 if encoded.extra_zeros else None
-        self.rows = QuantizedRows(codes, scale, encoded.bits["codes"], mask)
+        bits = encoded.bits["codes"]
+        units = UNITS_A_CODE if mask is None else far_units(bits)
+        self.rows = QuantizedRows(codes, scale, bits, mask, units)
 
     def forward(self) -> Tensor:
         return from_tiles(self.rows().T, self.like.shape, self.like.transposed_groups)
