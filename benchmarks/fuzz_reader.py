@@ -177,6 +177,8 @@ def forge_value(pieces: Pieces, rng: random.Random) -> None:
             "",
             "keep",
             "constant",
+            "levels",
+            "spatial",
             "ans",
             "raw",
             "packed",
@@ -252,11 +254,11 @@ def _entropy_coded(pieces: Pieces, rng: random.Random) -> tuple[str, str]:
 
 def forge_codec(pieces: Pieces, rng: random.Random) -> None:
     """A part's bytes are read by another codec, as another type."""
-    row = _row(pieces, rng, "keep", "scalar", "factors", "constant")
+    row = _row(pieces, rng, "keep", "scalar", "factors", "constant", "levels", "spatial")
     part = rng.choice(list(row["parts"].values()))
     part[0] = rng.choice(("raw", "packed", "ans"))
     part[1] = rng.choice(
-        (2, 3, 4, 8, 9, 16, "int8", "int16", "float16", "float32", "bool", "complex64", part[1])
+        (1, 2, 3, 4, 8, 9, 16, "int8", "int16", "float16", "float32", "bool", "complex64", part[1])
     )
 
 
@@ -345,6 +347,7 @@ def originals(folder: Path) -> list[Original]:
         (mixed, {"e": "b"}),
         ({"w": _scalar(4, 200, 4), "empty": golden["empty"]}, {}),
         ({"w": golden["conv.weight"], "b": golden["odd"]}, {}),
+        ({name: golden[name] for name in ("ternary", "signs", "pruned", "spatial.weight")}, {}),
         ({"large": large, "w": _scalar(1, 200, 4)}, {}),
     ]
     paths = [GOLDEN]

@@ -41,8 +41,8 @@ def raw_part(shape: tuple[int, ...], dtype: torch.dtype) -> PartRow:
 
 
 @st.composite
-def code_parts(draw: st.DrawFn, shape: tuple[int, int]) -> PartRow:
-    bits = draw(st.integers(2, 16))
+def code_parts(draw: st.DrawFn, shape: tuple[int, int], least_bits: int = 2) -> PartRow:
+    bits = draw(st.integers(least_bits, 16))
     codec = draw(st.sampled_from([PACKED, ANS]))
     size = packed_bytes(math.prod(shape), bits) if codec == PACKED else draw(st.integers(3, 40))
     return PartRow(codec, PartSpec(shape, torch.int8 if bits <= 8 else torch.int16, bits), size)
@@ -76,9 +76,36 @@ def scalar_rows(draw: st.DrawFn, name: str) -> TensorRow:
         "codes": draw(code_parts((rows, channels * kernel))),
         "scale": raw_part(draw(st.sampled_from([(rows, 1), (1, 1)])), draw(SCALES)),
     }
+    zeros = draw(st.integers(0, rows * channels * kernel))
     return finished(
-        draw, TensorRow(name, "scalar", draw(st.sampled_from(FLOATS)), shape, parts, 0, 0, groups)
+        draw, TensorRow(name, "scalar", draw(st.sampled_from(FLOATS)), shape, parts, 0, 0, groups, zeros)
     )
+
+
+@st.composite
+def level_rows(draw: st.DrawFn, name: str) -> TensorRow:
+    out, rest = draw(SIZES), draw(SIZES)
+    codes = draw(code_parts((out, rest), least_bits=1))
+    count = draw(st.integers(2, min(1 << codes.spec.bits, 9)))
+    parts = {
+        "codes": codes,
+        "levels": raw_part((draw(st.sampled_from([out, 1])), count), draw(SCALES)),
+    }
+    return finished(draw, TensorRow(name, "levels", draw(st.sampled_from(FLOATS)), (out, rest), parts, 0))
+
+
+@st.composite
+def spatial_rows(draw: st.DrawFn, name: str) -> TensorRow:
+    out, inputs, height, width = (draw(SIZES) for _ in range(4))
+    rank, count = draw(st.integers(1, inputs * height)), out * width
+    parts = {
+        "codebook": draw(code_parts((inputs * height, rank))),
+        "codebook_scale": raw_part(draw(st.sampled_from([(1, rank), (1, 1)])), draw(SCALES)),
+        "latent": draw(code_parts((rank, count))),
+        "latent_scale": raw_part(draw(st.sampled_from([(rank, 1), (1, count), (1, 1)])), draw(SCALES)),
+    }
+    shape = (out, inputs, height, width)
+    return finished(draw, TensorRow(name, "spatial", draw(st.sampled_from(FLOATS)), shape, parts, 0))
 
 
 @st.composite
@@ -124,7 +151,7 @@ def finished(draw: st.DrawFn, row: TensorRow) -> TensorRow:
 @st.composite
 def schemata(draw: st.DrawFn) -> Schema:
     names = draw(st.lists(NAMES, unique=True, max_size=5))
-    kinds = (keep_rows, constant_rows, scalar_rows, factor_rows)
+    kinds = (keep_rows, constant_rows, scalar_rows, level_rows, factor_rows, spatial_rows)
     rows = tuple(draw(st.one_of([rows(name) for rows in kinds])) for name in names)
     aliases = (
         draw(st.dictionaries(NAMES.filter(lambda name: name not in names), st.sampled_from(names)))

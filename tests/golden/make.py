@@ -51,6 +51,8 @@ def tensors() -> dict[str, Encoded]:
         **_scalars(),
         **_kept(),
         **_constants(),
+        **_levels(),
+        "spatial.weight": _spatial(),
     }
 
 
@@ -151,6 +153,37 @@ def _constants() -> dict[str, Encoded]:
         "tracked": Encoded("constant", (), torch.int64, {"value": count}),
         "floor": Encoded("constant", (70, 100), torch.float16, {"value": floor}, note="a mask"),
     }
+
+
+def _levels() -> dict[str, Encoded]:
+    """Three levels of a transposed convolution's channels, codes of one bit, and pruned codes."""
+    ternary = torch.tensor([[hashed(i * 40 + j, salt=10) % 3 - 1 for j in range(40)] for i in range(6)])
+    three = {
+        "codes": ternary.to(torch.int8),
+        "levels": torch.tensor([[-(2.0**-i), 0.0, 0.75] for i in range(6)]),
+    }
+    two = {"codes": codes(4, 50, 1, salt=11), "levels": torch.tensor([[-0.5, 0.25]]).half()}
+    pruned = {
+        "codes": codes(4, 50, 5, salt=12) * (codes(4, 50, 1, salt=13) != 0),
+        "scale": powers(4, 1, torch.half),
+    }
+    return {
+        "ternary": Encoded("levels", (10, 6, 4), torch.float32, three, {"codes": 2}, transposed_groups=1),
+        "signs": Encoded("levels", (4, 50), torch.bfloat16, two, {"codes": 1}),
+        "pruned": Encoded("scalar", (4, 50), torch.float32, pruned, {"codes": 5}, extra_zeros=99),
+    }
+
+
+def _spatial() -> Encoded:
+    """Factors of one-dimensional filters, 3 high and 2 wide."""
+    parts = {
+        "codebook": codes(15, 3, 4, salt=14),
+        "codebook_scale": powers(1, 3, torch.float16),
+        "latent": codes(3, 14, 4, salt=15),
+        "latent_scale": powers(3, 1, torch.float16),
+    }
+    bits = {"codebook": 4, "latent": 4}
+    return Encoded("spatial", (7, 5, 3, 2), torch.float32, parts, bits)
 
 
 def write(path: Path) -> None:

@@ -35,6 +35,12 @@ def exact(encoded: Encoded) -> Tensor:
     if encoded.kind == "scalar":
         rows = zip(parts["codes"], _spread(parts["scale"], len(parts["codes"]), 1), strict=True)
         flat = [code * scale for row, (scale,) in rows for code in row]
+    elif encoded.kind == "levels":
+        levels = _spread(parts["levels"], len(parts["codes"]), len(parts["levels"][0]))
+        rows = zip(parts["codes"], levels, strict=True)
+        flat = [row_levels[int(code) + len(row_levels) // 2] for row, row_levels in rows for code in row]
+    elif encoded.kind == "spatial":
+        flat = _by_output(_product(parts, len(parts["latent"][0])), encoded.shape)
     else:
         flat = _product(parts, ceil(numel / len(parts["codebook"])))[:numel]
     values = torch.tensor([float(value) for value in flat], dtype=torch.float64)
@@ -63,6 +69,18 @@ def _product(parts: dict[str, list[list[Fraction]]], tiles: int) -> list[Fractio
                 total += code * codebook_scale[0][k] * parts["latent"][k][tile] * latent_scale[k][tile]
             flat.append(total)
     return flat
+
+
+def _by_output(columns: list[Fraction], shape: tuple[int, ...]) -> list[Fraction]:
+    """Column after column of a matrix (in*h, out*w), in the order out, in, h, w."""
+    outputs, inputs, height, width = shape
+    return [
+        columns[(o * width + x) * inputs * height + i * height + y]
+        for o in range(outputs)
+        for i in range(inputs)
+        for y in range(height)
+        for x in range(width)
+    ]
 
 
 def _input_first(flat: list[float], shape: tuple[int, ...], groups: int) -> Tensor:
@@ -111,11 +129,22 @@ def test_every_oddity_is_in_it():
     document = take_apart(GOLDEN.read_bytes()).document
     rows = document["tensors"]
     assert {part[0] for row in rows for part in row["parts"].values()} == {"raw", "packed", "ans"}
-    assert {row["kind"] for row in rows} == {"factors", "scalar", "keep", "constant"}
+    assert {row["kind"] for row in rows} == {
+        "factors",
+        "spatial",
+        "scalar",
+        "levels",
+        "keep",
+        "constant",
+    }
     assert any(row.get("filler_bytes") for row in rows)
     assert {row.get("transposed_groups", 0) for row in rows} == {0, 1, 2}
     assert any(row.get("extra_zeros") for row in rows)
-    assert {bits for row in rows for _, bits, *_ in row["parts"].values() if isinstance(bits, int)} >= {9, 16}
+    assert {bits for row in rows for _, bits, *_ in row["parts"].values() if isinstance(bits, int)} >= {
+        1,
+        9,
+        16,
+    }
 
 
 def test_every_oddity_of_the_entropy_coder_is_in_it():
