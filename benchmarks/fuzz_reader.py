@@ -340,6 +340,7 @@ def originals(folder: Path) -> list[Original]:
         "b": _scalar(3, 50, 3),
         "c": golden["mask"],
         "d": _scalar(1, 9000, 2),
+        "f": _codewords(),
     }
     large = Encoded("keep", (4200,), torch.int32, {"values": torch.arange(4200, dtype=torch.int32)})
     models: list[tuple[dict[str, Encoded], dict[str, str]]] = [
@@ -365,6 +366,13 @@ def _scalar(rows: int, columns: int, bits: int) -> Encoded:
     """Codes of which every other row is nearly all zeros, so that entropy coding pays."""
     parts = {"codes": codes(rows + 1, columns, bits, salt=rows)[1:], "scale": powers(rows, 1, torch.float16)}
     return Encoded("scalar", (rows, columns), torch.float32, parts, {"codes": bits})
+
+
+def _codewords() -> Encoded:
+    """Sums of two of 2 x 5 codewords, whose 3 bits could hold three more."""
+    indices = (codes(2, 60, 8, salt=11).to(torch.int32) % 5 - 4).to(torch.int8)
+    parts = {"codebook": powers(10, 4, torch.float16), "indices": indices}
+    return Encoded("codewords", (24, 10), torch.float32, parts, {"indices": 3})
 
 
 def _read(path: Path) -> tuple[Schema, dict[str, bytes]]:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from factorpack.decode import check, decode, specs
+from factorpack.decode import check, decode, index_bits, specs
 from factorpack.errors import FormatError
 from factorpack.methods import QSPCA, Method, Scalar
+from factorpack.quantize.uniform import code_dtype
 from factorpack.record import DTYPES, Encoded
 from factorpack.tiles import from_tiles, to_tiles
 from tests.helpers import assert_close, assert_same_tensor, raw, seeded
@@ -56,6 +57,43 @@ def test_a_binary_latent_is_additive_quantization() -> None:
     codebook, latent = codes(6, 4), codes(4, 10, low=0, high=1)
     chosen = [codebook.T[latent[:, j] == 1].float().sum(0) for j in range(10)]
     assert_same_tensor(decode(factors(codebook, latent, (10, 6))), torch.stack(chosen))
+
+
+def stored_codewords(codebook: Tensor, indices: list[list[int]], shape: tuple[int, ...]) -> Encoded:
+    bits = index_bits(len(codebook) // len(indices))
+    stored = (torch.tensor(indices) - 2 ** (bits - 1)).to(code_dtype(bits))
+    parts = {"codebook": codebook, "indices": stored}
+    return Encoded("codewords", shape, torch.float32, parts, {"indices": bits})
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8, 200, 300])
+def test_codewords_by_the_formula(count: int) -> None:
+    """Whole numbers, so that sums are exact; the last of nine tiles of three is cut short by two."""
+    codebook = torch.arange(2 * count * 3).reshape(2 * count, 3).float()
+    generator = torch.Generator().manual_seed(0)
+    indices = torch.randint(count, (2, 9), generator=generator).tolist()
+    encoded = stored_codewords(codebook, indices, (5, 5))
+    check("codewords", (5, 5), torch.float32, 0, specs(encoded))
+    tiles = [
+        (codebook[first] + codebook[count + second]).tolist() for first, second in zip(*indices, strict=True)
+    ]
+    flat = [number for tile in tiles for number in tile][:25]
+    assert_same_tensor(decode(encoded), torch.tensor(flat).reshape(5, 5))
+
+
+def test_one_stage_of_codewords_is_a_one_hot_latent() -> None:
+    codebook, choice = codes(6, 4), torch.arange(10) % 4
+    latent = torch.nn.functional.one_hot(choice, 4).T.to(torch.int8)
+    plain = stored_codewords(codebook.T.half().contiguous(), [choice.tolist()], (10, 6))
+    assert_same_tensor(decode(plain), decode(factors(codebook, latent, (10, 6))))
+
+
+@pytest.mark.parametrize(("count", "index"), [(1, 1), (2, 2), (5, 5), (5, 7), (300, 511)])
+def test_an_index_beyond_the_codewords_is_refused(count: int, index: int) -> None:
+    encoded = stored_codewords(torch.ones(count, 2), [[0, index, 0]], (6,))
+    message = f"part 'indices' holds 0 to {index}, a codebook has codewords 0 to {count - 1}"
+    with pytest.raises(FormatError, match=message):
+        decode(encoded)
 
 
 def test_tiles_of_in_times_w_are_spatial_svd() -> None:

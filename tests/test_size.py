@@ -157,6 +157,28 @@ def test_the_width_codes_need(low: int, high: int, bits: int) -> None:
     assert _width(low, high) == bits
 
 
+def codewords(stages: int, count: int, tile: int, bits: int) -> Encoded:
+    """Six tiles, each the sum of `stages` codewords."""
+    parts = {
+        "codebook": torch.ones(stages * count, tile).half(),
+        "indices": torch.full((stages, 6), -(1 << (bits - 1)), dtype=torch.int8),
+    }
+    return Encoded("codewords", (6 * tile,), torch.float32, parts, {"indices": bits})
+
+
+@pytest.mark.parametrize(
+    ("encoded", "text"),
+    [
+        (codewords(1, 5, 9, 3), "5 codewords of 9 numbers, 3 bits"),
+        (codewords(2, 4, 8, 2), "2 x 4 codewords of 8 numbers, 2 bits"),
+    ],
+)
+def test_codewords_count_the_codebook_and_the_indices(encoded: Encoded, text: str) -> None:
+    assert words(encoded) == text
+    codebook, indices = encoded.parts["codebook"].numel(), encoded.parts["indices"].numel()
+    assert fixed_bits(encoded) == items(codebook=16 * codebook, latent=indices * encoded.bits["indices"])
+
+
 def test_a_constant_counts_its_one_value() -> None:
     encoded = Encoded("constant", (30, 5), torch.int64, {"value": torch.tensor([3])})
     assert words(encoded) == "one value everywhere"

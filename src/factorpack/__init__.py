@@ -9,7 +9,7 @@
 from factorpack.calibrate import calibrate
 from factorpack.decode import decode
 from factorpack.errors import FactorpackError, FormatError, PlanError, SourceError, WeightError
-from factorpack.methods import QSPCA, Keep, Scalar, SecondOrder
+from factorpack.methods import AQ, BGD, PQF, QSPCA, VQ, Keep, Scalar, SecondOrder
 from factorpack.model import Packed, compress, compress_to, export, load, save
 from factorpack.plan.planner import Planner
 from factorpack.record import Encoded
@@ -20,7 +20,11 @@ from factorpack.tune.reconstruct import reconstruct
 __version__ = "0.1.0"
 
 __all__ = [
+    "AQ",
+    "BGD",
+    "PQF",
     "QSPCA",
+    "VQ",
     "Encoded",
     "FactorpackError",
     "FormatError",

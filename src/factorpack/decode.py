@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import FormatError
-from factorpack.quantize.uniform import MAX_STORED_BITS, MIN_BITS, code_dtype, from_codes
+from factorpack.quantize.uniform import MAX_STORED_BITS, MIN_BITS, code_dtype, code_range, from_codes
 from factorpack.record import Encoded
 from factorpack.tiles import from_spatial, from_tiles, out_first_shape, spatial_shape, tile_count
 
 LEAST_LEVEL_BITS = 1
 """A bit tells two levels apart; codes that are multiplied have no use for the two numbers -1 and 0."""
-_SCALES = (torch.float16, torch.float32)
+_FLOATS = (torch.float16, torch.float32)
 _STORED = {"keep": "values", "constant": "value"}
 """The part that holds the tensor's own numbers, for the kinds that have one."""
 
@@ -51,6 +51,35 @@ def factors(encoded: Encoded) -> Tensor:
     mean = encoded.parts.get("mean")
     matrix = codebook @ latent if mean is None else torch.addmm(mean.to(latent.dtype), codebook, latent)
     return LAYOUTS[encoded.kind](matrix, encoded.shape, encoded.transposed_groups)
+
+
+def codewords(encoded: Encoded) -> Tensor:
+    """Tile j = sum over stages m of codebook[m k + index[m, j]]: vector quantization, or additive with stages."""
+    indices = codeword_indices(encoded)
+    codebook = encoded.parts["codebook"].float()
+    return from_tiles(summed_codewords(codebook, indices).T, encoded.shape, encoded.transposed_groups)
+
+
+def codeword_indices(encoded: Encoded) -> Tensor:
+    """Rows of the codebook that make each tile, (stages, n); FormatError where one is not its stage's."""
+    codes, rows = encoded.parts["indices"], len(encoded.parts["codebook"])
+    count = rows // len(codes)
+    low, _ = code_range(encoded.bits["indices"])
+    first, last = int(codes.min()) - low, int(codes.max()) - low
+    if first < 0 or last >= count:
+        raise FormatError(
+            f"part 'indices' holds {first} to {last}, a codebook has codewords 0 to {count - 1}"
+        )
+    starts = torch.arange(0, rows, count, device=codes.device, dtype=torch.int32)
+    return codes.to(torch.int32) - low + starts[:, None]
+
+
+def summed_codewords(codebook: Tensor, indices: Tensor) -> Tensor:
+    """(stages k, d) and (stages, n) -> (n, d); stage after stage, so that every reader rounds alike."""
+    total = codebook.index_select(0, indices[0])
+    for stage in indices[1:]:
+        total = total + codebook.index_select(0, stage)
+    return total
 
 
 def scalar(encoded: Encoded) -> Tensor:
@@ -93,6 +122,7 @@ def constant(encoded: Encoded) -> Tensor:
 DECODERS: dict[str, Callable[[Encoded], Tensor]] = {
     "factors": factors,
     "spatial": factors,
+    "codewords": codewords,
     "scalar": scalar,
     "levels": levels,
     "keep": keep,
@@ -146,7 +176,7 @@ def _check_factors(shape: tuple[int, ...], _: int, parts: Mapping[str, PartSpec]
     _expect_latent(parts, tile_count(torch.Size(shape).numel(), tile))
     if "mean" in parts:
         _expect_shape(parts, "mean", (tile, 1))
-        _expect_dtype(parts, "mean", (torch.float16, torch.float32))
+        _expect_dtype(parts, "mean", _FLOATS)
 
 
 def _check_spatial(shape: tuple[int, ...], groups: int, parts: Mapping[str, PartSpec]) -> None:
@@ -179,6 +209,33 @@ def _expect_latent(parts: Mapping[str, PartSpec], count: int) -> None:
     _expect_shape(parts, "latent", (rank, count))
     _expect_scale(parts, "codebook_scale", {(1, rank), (1, 1)})
     _expect_scale(parts, "latent_scale", {(rank, 1), (1, count), (1, 1)})
+
+
+def _check_codewords(shape: tuple[int, ...], _: int, parts: Mapping[str, PartSpec]) -> None:
+    numel = torch.Size(shape).numel()
+    _expect_names(parts, {"codebook", "indices"})
+    _expect_codes(parts, "indices")
+    _expect_dtype(parts, "codebook", _FLOATS)
+    if numel == 0:
+        raise FormatError(f"an empty tensor of shape {shape} has no codewords")
+    book, stages = parts["codebook"].shape, parts["indices"].shape[0]
+    if len(book) != 2 or stages < 1 or book[0] < stages or book[0] % stages or not 1 <= book[1] <= numel:
+        raise FormatError(f"a codebook of shape {book} does not suit {stages} stages of {numel} numbers")
+    _expect_shape(parts, "indices", (stages, tile_count(numel, book[1])))
+    if parts["indices"].bits != index_bits(book[0] // stages):
+        raise FormatError(
+            f"indices of {parts['indices'].bits} bits, {book[0] // stages} codewords have "
+            f"{index_bits(book[0] // stages)}"
+        )
+
+
+def index_bits(count: int) -> int:
+    """The width of indices into `count` codewords: no code is narrower than 2 bits.
+
+    >>> [index_bits(count) for count in (1, 4, 5, 256, 257)]
+    [2, 2, 3, 8, 9]
+    """
+    return max((count - 1).bit_length(), MIN_BITS)
 
 
 def _check_scalar(shape: tuple[int, ...], groups: int, parts: Mapping[str, PartSpec]) -> None:
@@ -215,6 +272,7 @@ def _check_constant(_: tuple[int, ...], __: int, parts: Mapping[str, PartSpec]) 
 _CHECKS: dict[str, Callable[[tuple[int, ...], int, Mapping[str, PartSpec]], None]] = {
     "factors": _check_factors,
     "spatial": _check_spatial,
+    "codewords": _check_codewords,
     "scalar": _check_scalar,
     "levels": _check_levels,
     "keep": _check_keep,
@@ -262,6 +320,6 @@ def _expect_codes(parts: Mapping[str, PartSpec], name: str, least_bits: int = MI
 
 
 def _expect_scale(parts: Mapping[str, PartSpec], name: str, shapes: set[tuple[int, ...]]) -> None:
-    _expect_dtype(parts, name, _SCALES)
+    _expect_dtype(parts, name, _FLOATS)
     if parts[name].shape not in shapes:
         raise FormatError(f"part {name!r} has shape {parts[name].shape}, expected one of {sorted(shapes)}")

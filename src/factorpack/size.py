@@ -17,6 +17,7 @@ from factorpack.record import THRESHOLDED, Encoded, dtype_name
 ITEMS = ("codebook", "latent", "mask", "scales", "mean", "values", "header")
 _ITEM_OF_PART = {
     "codes": "latent",
+    "indices": "latent",
     "scale": "scales",
     "levels": "scales",
     "codebook_scale": "scales",
@@ -122,6 +123,10 @@ def words(encoded: Encoded) -> str:
         return "one value everywhere"
     if encoded.kind == "levels":
         return f"{encoded.parts['levels'].shape[1]} levels"
+    if encoded.kind == "codewords":
+        stages, (rows, tile) = len(encoded.parts["indices"]), encoded.parts["codebook"].shape
+        books = f"{stages} x " if stages > 1 else ""
+        return f"{books}{rows // stages} codewords of {tile} numbers, {encoded.bits['indices']} bits"
     name, scale = ("codes", "scale") if encoded.kind == "scalar" else ("latent", "latent_scale")
     codes, bits = encoded.parts[name], encoded.bits[name]
     if encoded.parts[scale].numel() == 1:  # the width is then that of the layer's largest number

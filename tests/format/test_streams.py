@@ -134,6 +134,19 @@ def test_a_latent_splits_by_output_channel(shape: tuple[int, ...], tile: int, gr
     assert split == 0 or encoded.parts["latent"].shape[1] % split == 0
 
 
+@pytest.mark.parametrize(
+    ("shape", "tile", "split"), [((12, 4, 3, 3), 9, 12), ((12, 8), 4, 12), ((12, 7), 4, 0)]
+)
+def test_indices_split_by_output_channel_where_tiles_divide_a_filter(
+    shape: tuple[int, ...], tile: int, split: int
+):
+    count = -(-torch.Size(shape).numel() // tile)
+    parts = {"codebook": torch.ones(5, tile), "indices": torch.full((1, count), -4, dtype=torch.int8)}
+    encoded = Encoded("codewords", shape, torch.float32, parts, {"indices": 3})
+    assert split_of(encoded, "indices") == split
+    assert split_of(encoded, "codebook") == 0
+
+
 def test_other_kinds_do_not_split():
     encoded = Encoded("scalar", (3, 4), torch.float32, {"codes": torch.zeros(3, 4).char()}, {"codes": 4})
     assert split_of(encoded, "codes") == 0

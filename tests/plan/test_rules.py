@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.methods import LSQ, QSPCA, TTQ, ABCNet, Keep, Method, NNCodec, Prune, Scalar
+from factorpack.methods import AQ, BGD, LSQ, PQF, QSPCA, TTQ, VQ, ABCNet, Keep, Method, NNCodec, Prune, Scalar
 from factorpack.plan.rules import (
     CLASSIFIER,
     DEPTHWISE,
@@ -55,6 +57,19 @@ def test_the_papers_habits() -> None:
         "fc.weight": Choice(CLASSIFIER, "classifier"),
         "fc.bias": vector,
     }
+
+
+@pytest.mark.parametrize("method", [VQ(512), BGD(512, regime="large"), PQF(512, tile=6, seed=3)])
+def test_codewords_code_the_classifier_as_their_papers_do(method: VQ | BGD | PQF) -> None:
+    plan = choices(Rules(method))
+    assert plan["conv1.weight"] == Choice(Keep(), "first convolution")
+    assert plan["layer1.depthwise.weight"] == Choice(DEPTHWISE, "depthwise convolution")
+    assert plan["layer2.conv.weight"] == Choice(method)
+    assert plan["fc.weight"] == Choice(replace(method, codewords=2048, tile=4), "classifier")
+
+
+def test_sums_of_codewords_code_the_classifier_as_any_weight() -> None:
+    assert choices(Rules(AQ(3)))["fc.weight"] == Choice(AQ(3), "classifier")
 
 
 @pytest.mark.parametrize("method", [TTQ(), ABCNet(3)])

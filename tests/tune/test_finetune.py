@@ -224,7 +224,7 @@ def test_batch_statistics(mode: Any) -> None:
     assert int(packed["1.num_batches_tracked"].parts["values"]) == (8 if statistics else 0)
 
 
-@pytest.mark.parametrize("method", [METHOD, fp.Scalar(4), fp.Keep(), fp.QSPCA(6, 3, tile=16)])
+@pytest.mark.parametrize("method", [METHOD, fp.Scalar(4), fp.Keep(), fp.QSPCA(6, 3, tile=16), fp.VQ(16)])
 def test_every_kind_learns(method: Any) -> None:
     before = fp.compress(perceptron(), method)
     after = tune(method=method)

@@ -139,6 +139,18 @@ def test_a_target_no_codes_can_meet() -> None:
         tune(replace(FAST, target_ratio=500.0), loss=never)
 
 
+def test_indices_of_codewords_cannot_be_had_for_less() -> None:
+    """Training leaves them, so a target they do not meet is refused, and one they do needs no steering."""
+    start = fp.compress(wide(), fp.VQ(16), progress=False)
+    ratio = start.size().original_bytes / file_bytes(start, start.aliases)
+    packed = tune(replace(FAST, epochs=2, target_ratio=0.98 * ratio), fp.VQ(16))
+    for name, encoded in start.items():
+        if encoded.kind == "codewords":
+            assert torch.equal(packed[name].parts["indices"], encoded.parts["indices"])
+    with pytest.raises(fp.PlanError, match="without a single code"):
+        tune(replace(FAST, target_ratio=1.1 * ratio), fp.VQ(16))
+
+
 def halved(packed: Packed) -> Packed:
     """Biases in FP16, as something still to be done to a trained model."""
     kept = {name: fp.Keep("float16").encode(fp.decode(packed[name])) for name in packed if "bias" in name}

@@ -11,9 +11,17 @@ from torch import Tensor, nn
 
 import factorpack as fp
 from factorpack import methods
+from factorpack.decode import codeword_indices
 from factorpack.quantize.uniform import code_range, from_codes
+from factorpack.tiles import to_tiles
 from factorpack.tune.packed_model import PackedModel
-from factorpack.tune.trainable import TRAINABLE, QuantizedRows, TrainableFactors
+from factorpack.tune.trainable import (
+    TRAINABLE,
+    QuantizedRows,
+    TrainableCodewords,
+    TrainableFactors,
+    TrainableScalar,
+)
 from tests.helpers import assert_close, assert_same_encoded, assert_same_tensor, seeded
 
 WEIGHT = seeded(48, 20)
@@ -80,20 +88,34 @@ LEVELS = {
     "tiny": methods.ABCNet(4).encode(WEIGHT * 1e-30),
     "huge": methods.ABCNet(4).encode(WEIGHT * 1e30),
 }
+CODEWORDS = {
+    "one stage": fp.VQ(16).encode(WEIGHT),
+    "two stages": fp.AQ(2, 8).encode(WEIGHT),
+    "transposed": fp.VQ(16).encode(CONV, transposed_groups=2),
+    "a last tile that is filled up": fp.VQ(16, tile=7).encode(WEIGHT),
+    "tiny": fp.VQ(16).encode(WEIGHT * 1e-30),
+    "huge": fp.AQ(2, 8).encode(WEIGHT * 1e30),
+    "zeros": fp.VQ(16).encode(torch.zeros(48, 20)),
+}
 CASES = {f"factors, {name}": each for name, each in FACTORS.items()}
 CASES |= {f"scalar, {name}": each for name, each in SCALARS.items()}
+CASES |= {f"codewords, {name}": each for name, each in CODEWORDS.items()}
 
 
 HALF_SCALES = [
     name
     for name, each in CASES.items()
-    if each.parts["scale" if each.kind == "scalar" else "latent_scale"].dtype == torch.float16
+    if any(
+        each.parts[scale].dtype == torch.float16 for scale in ("scale", "latent_scale") if scale in each.parts
+    )
 ]
 CASES |= {f"levels, {name}": each for name, each in LEVELS.items()}
 
 
 def test_the_cases_are_what_they_say() -> None:
     assert all(each.kind == "factors" for each in FACTORS.values())
+    assert all(each.kind == "codewords" for each in CODEWORDS.values())
+    assert {each.parts["codebook"].dtype for each in CODEWORDS.values()} == {torch.float16, torch.float32}
     assert FACTORS["tiny"].parts["latent_scale"].dtype == torch.float32
     assert FACTORS["tiny"].parts["latent"].any()
     assert SCALARS["tiny"].parts["codes"].any()
@@ -185,7 +207,68 @@ def test_adam_s_first_step_moves_no_scale(case: str) -> None:
     assert case == "factors, zeros" or not torch.equal(trainable(), fp.decode(encoded))
 
 
-def shaken(trainable: TrainableFactors, steps: int = 3) -> fp.Encoded:
+@pytest.mark.parametrize("case", ["one stage", "two stages", "transposed"])
+def test_a_codeword_s_gradient_is_the_sum_of_its_tiles(case: str) -> None:
+    """In units of `unit`; those of all codewords of a stage sum to that of all tiles."""
+    encoded = CODEWORDS[case]
+    trainable = TrainableCodewords(encoded)
+    arriving = seeded(*encoded.shape, seed=2)
+    trainable().backward(arriving)
+    indices = codeword_indices(encoded)
+    tile = encoded.parts["codebook"].shape[1]
+    tiles = to_tiles(arriving, tile, encoded.transposed_groups).T
+    expected = torch.zeros(len(encoded.parts["codebook"]), tile)
+    for stage in indices.tolist():
+        for index, gradient in zip(stage, tiles, strict=True):
+            expected[index] += gradient
+    assert trainable.numbers.grad is not None
+    assert_close(trainable.numbers.grad, expected * trainable.unit)
+
+
+def test_training_moves_codewords_and_no_index() -> None:
+    encoded = CODEWORDS["two stages"]
+    trainable = TrainableCodewords(encoded)
+    assert [name for name, _ in trainable.named_parameters()] == ["numbers"]
+    optimizer = torch.optim.Adam(trainable.parameters(), lr=3e-4)
+    goal = 1.3 * WEIGHT
+    errors = []
+    for _ in range(300):
+        error = (trainable() - goal).square().mean()
+        errors.append(error.item())
+        optimizer.zero_grad()
+        error.backward()
+        optimizer.step()
+    after = trainable.encoded()
+    moved = fp.decode(encoded) * 1.3  # what the same indices can do at the least
+    assert errors[-1] < 1.01 * (moved - goal).square().mean().item() < errors[0]
+    assert_same_tensor(after.parts["indices"], encoded.parts["indices"])
+    assert not torch.equal(after.parts["codebook"], encoded.parts["codebook"])
+    assert_same_tensor(fp.decode(after), trainable().detach())
+
+
+@pytest.mark.parametrize("factor", [1e-20, 1.0, 1e20])
+def test_one_rate_moves_codewords_of_any_spread_alike(factor: float) -> None:
+    encoded = fp.VQ(16).encode(WEIGHT * factor)
+    trainable = TrainableCodewords(encoded)
+    before = encoded.parts["codebook"].float()
+    optimizer = torch.optim.Adam(trainable.parameters(), lr=3e-4, eps=0.0)
+    trainable().backward(seeded(48, 20, seed=2) / factor)
+    optimizer.step()
+    step = (trainable.numbers.detach() * trainable.unit - before).abs() / factor
+    spread = (before / factor).square().mean().sqrt()
+    assert_close(step, torch.full_like(step, 3e-4 * trainable.unit / factor), torch.float16)
+    assert 0.5**0.5 <= trainable.unit / factor / (16 * spread) <= 2**0.5
+
+
+def test_codewords_stop_at_what_their_type_holds() -> None:
+    trainable = TrainableCodewords(CODEWORDS["one stage"])
+    with torch.no_grad():
+        trainable.numbers.mul_(1e9)
+    assert trainable().abs().max() == 65504
+    assert_same_tensor(trainable().detach(), fp.decode(trainable.encoded()))
+
+
+def shaken(trainable: TrainableFactors | TrainableScalar, steps: int = 3) -> fp.Encoded:
     """After steps against random gradients, large enough to reach every code."""
     optimizer = torch.optim.SGD(trainable.parameters(), lr=1e-3)
     for step in range(steps):

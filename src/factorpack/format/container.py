@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from factorpack.decode import check, specs
+from factorpack.decode import check, codeword_indices, specs
 from factorpack.errors import FormatError, SourceError
 from factorpack.format import schema as schemas
 from factorpack.format.atomic import atomic_write
@@ -260,7 +260,10 @@ def _read_row(row: TensorRow, stream: bytes) -> Encoded:
 
 
 def _check_numbers(encoded: Encoded) -> None:
-    """Scales and means must be finite, and no scale negative; kept values and constants may be anything."""
+    """Scales, means and codewords must be finite, no scale negative, and every index one of a codeword.
+
+    Kept values and constants may be anything.
+    """
     for name, part in encoded.parts.items():
         if encoded.kind in ("keep", "constant") or name in encoded.bits:
             continue
@@ -268,6 +271,8 @@ def _check_numbers(encoded: Encoded) -> None:
             raise FormatError(f"part {name!r} holds NaN or infinity")
         if name.endswith("scale") and bool((part < 0).any()):
             raise FormatError(f"part {name!r} holds a negative scale")
+    if encoded.kind == "codewords":
+        codeword_indices(encoded)
 
 
 def _check_header(path: Path) -> None:

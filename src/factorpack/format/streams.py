@@ -45,13 +45,17 @@ def estimated_part_bytes(part: Tensor, bits: int, split: int = 0) -> int:
 def split_of(encoded: Encoded, name: str) -> int:
     """How many output channels a part's columns divide into evenly, or 0.
 
-    Tiles that divide a filter make column j of a latent belong to one output channel, as every column of
-    a spatial one does, and a channel's codes, of all latent rows, are more alike than a latent row's.
+    Tiles that divide a filter make column j of a latent, or of indices, belong to one output channel, as
+    every column of a spatial latent does, and a channel's codes, of all latent rows, are more alike than a
+    latent row's.
     """
-    if encoded.kind not in LAYOUTS or name != "latent":
+    axis = 0 if encoded.kind in LAYOUTS and name == "latent" else None
+    if encoded.kind == "codewords" and name == "indices":
+        axis = 1
+    if axis is None:
         return 0
     channels = out_first_shape(encoded.shape, encoded.transposed_groups)[0]
-    tile = len(encoded.parts["codebook"])
+    tile = encoded.parts["codebook"].shape[axis]
     return channels if channels > 1 and (encoded.numel // channels) % tile == 0 else 0
 
 

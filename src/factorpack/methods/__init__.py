@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from factorpack.methods.abcnet import ABCNet
+from factorpack.methods.aq import AQ
+from factorpack.methods.bgd import BGD
 from factorpack.methods.keep import Keep
 from factorpack.methods.lsq import LSQ
 from factorpack.methods.nncodec import NNCodec
+from factorpack.methods.pqf import PQF
 from factorpack.methods.protocol import Method, from_fields, samples_of
 from factorpack.methods.prune import Prune
 from factorpack.methods.qspca import QSPCA
@@ -14,11 +17,16 @@ from factorpack.methods.second_order import SecondOrder
 from factorpack.methods.spatial_svd import SpatialSVD
 from factorpack.methods.svd import SVD
 from factorpack.methods.ttq import TTQ
+from factorpack.methods.vq import VQ
 
 METHODS: dict[str, type[Method]] = {
     "qspca": QSPCA,
     "scalar": Scalar,
     "second_order": SecondOrder,
+    "vq": VQ,
+    "bgd": BGD,
+    "pqf": PQF,
+    "aq": AQ,
     "keep": Keep,
     "lsq": LSQ,
     "ttq": TTQ,
@@ -31,11 +39,15 @@ METHODS: dict[str, type[Method]] = {
 """Every method, by the name recipes and the command line use."""
 
 __all__ = [
+    "AQ",
+    "BGD",
     "LSQ",
     "METHODS",
+    "PQF",
     "QSPCA",
     "SVD",
     "TTQ",
+    "VQ",
     "ABCNet",
     "Keep",
     "Method",

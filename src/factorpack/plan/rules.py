@@ -4,9 +4,10 @@
 2. A weight that matches a pattern of `layers` gets that pattern's method; the first match wins.
 3. What is no weight is kept: integers, vectors (biases, norms), empty tensors, a single output channel.
 4. Unless the method is one of `SUIT_ANYTHING`: the first convolution is kept, a depthwise convolution gets
-   8-bit codes, the classifier 4-bit codes, as in the paper. Methods whose own papers keep the classifier,
-   `KEEP_CLASSIFIER`, do so.
-5. Everything else gets the method.
+   8-bit codes, the classifier 4-bit codes, as in the paper.
+5. Unless the method's own paper does otherwise: TTQ and ABC-Net keep the classifier; VQ, BGD and PQF give it
+   2048 codewords of 4 numbers, as the papers of BGD and PQF give ResNet18's; AQ codes it as any other weight.
+6. Everything else gets the method.
 """
 
 from __future__ import annotations
@@ -14,17 +15,31 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from factorpack.errors import PlanError
-from factorpack.methods import LSQ, TTQ, ABCNet, Keep, Method, NNCodec, Prune, Scalar, SecondOrder
+from factorpack.methods import (
+    AQ,
+    BGD,
+    LSQ,
+    PQF,
+    TTQ,
+    VQ,
+    ABCNet,
+    Keep,
+    Method,
+    NNCodec,
+    Prune,
+    Scalar,
+    SecondOrder,
+)
 from factorpack.record import dtype_name
 from factorpack.source import Entry, Source, natural
 
 CLASSIFIER = Scalar(bits=4)
 DEPTHWISE = Scalar(bits=8)
 SUIT_ANYTHING = (Scalar, SecondOrder, Keep, LSQ, Prune, NNCodec)
-KEEP_CLASSIFIER = (TTQ, ABCNet)
+CLASSIFIER_CODEWORDS, CLASSIFIER_TILE = 2048, 4
 _HEADS = {"fc", "classifier", "head", "heads", "lm_head", "score"}
 
 
@@ -80,10 +95,15 @@ class Rules:
             return Choice(Keep(), "first convolution")
         if is_depthwise(entry):
             return Choice(DEPTHWISE, "depthwise convolution")
-        if is_classifier:
-            kept = isinstance(self.method, KEEP_CLASSIFIER)
-            return Choice(Keep() if kept else CLASSIFIER, "classifier")
-        return Choice(self.method)
+        return Choice(_for_classifier(self.method), "classifier") if is_classifier else Choice(self.method)
+
+
+def _for_classifier(method: Method) -> Method:
+    if isinstance(method, VQ | BGD | PQF):
+        return replace(method, codewords=CLASSIFIER_CODEWORDS, tile=CLASSIFIER_TILE)
+    if isinstance(method, TTQ | ABCNet):
+        return Keep()
+    return method if isinstance(method, AQ) else CLASSIFIER
 
 
 def _first_match(patterns: Iterable[str], names: list[str]) -> str | None:

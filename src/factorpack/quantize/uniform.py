@@ -86,6 +86,22 @@ def storable(scale: Tensor) -> Tensor:
     return scale.to(torch.float16 if fits else torch.float32)
 
 
+def storable_values(values: Tensor) -> Tensor:
+    """Rounds numbers of either sign to FP16, or to FP32 where FP16 would overflow or round them badly.
+
+    What counts is the error beside the numbers' size as a whole: below 2^-14 FP16 has fewer bits.
+    """
+    size = root_mean_square(values)
+    fits = size == 0 or (size >= 2.0**-14 and values.abs().max().item() <= 65504.0)
+    return values.to(torch.float16 if fits else torch.float32)
+
+
+def root_mean_square(values: Tensor) -> float:
+    """Of numbers whose squares may overflow or vanish; 0 of none."""
+    largest = values.abs().max().item() if values.numel() else 0.0
+    return (values / largest).square().mean().sqrt().item() * largest if largest else 0.0
+
+
 def to_codes(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
     """Nearest codes, int8 or, beyond 8 bits, int16. A row whose scale is zero gets zeros."""
     return _clamped(rows / _divisor(scale.to(rows.dtype)), bits).to(code_dtype(bits))

@@ -85,7 +85,7 @@ class _Block:
         self.tuned.to(next(module.parameters()).device)
         self.term = RateTerm(self.rows, self.tuned.coded_weights())
         self.start_bits = self.term.refresh()
-        self.hold = rate == "hold"
+        self.hold = rate == "hold" and bool(self.rows)  # indices of codewords take what they take
         self.controller = Controller(FIRST_RATE if isinstance(rate, str) else rate)
 
     def train(

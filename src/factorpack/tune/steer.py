@@ -158,6 +158,8 @@ def budget_for(packed: Packed, ratio: float, finish: Finish | None) -> int:
 
 
 def _zeroed(encoded: Encoded) -> Encoded:
+    if encoded.kind == "codewords":  # training leaves its indices
+        return encoded
     parts = {
         name: torch.zeros_like(part) if name in encoded.bits else part for name, part in encoded.parts.items()
     }

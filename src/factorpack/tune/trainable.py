@@ -5,19 +5,21 @@ What training sees is what the file will hold: codes are rounded on the way forw
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from factorpack.decode import LAYOUTS, level_range
+from factorpack.decode import LAYOUTS, codeword_indices, level_range, narrowed, summed_codewords
 from factorpack.quantize.straight_through import fake_quantize, straight_through
-from factorpack.quantize.uniform import to_codes
+from factorpack.quantize.uniform import root_mean_square, to_codes
 from factorpack.record import Encoded
 from factorpack.tiles import from_tiles
 
 UNITS_A_CODE = 32.0
+SPREADS_A_UNIT = 16.0
 
 
 def far_units(bits: int) -> float:
@@ -220,9 +222,46 @@ class TrainableLevels(nn.Module):
         return _like(self.like, {"codes": self.rows.codes(), "levels": levels})
 
 
-TRAINABLE: dict[str, type[TrainableFactors] | type[TrainableScalar] | type[TrainableLevels]] = {
+class TrainableCodewords(nn.Module):
+    """Codewords that learn; which tiles share one stays as it is.
+
+    A codeword's gradient is the sum of its tiles'; BGD takes their mean, which to Adam is the same. The
+    `numbers` are in units of about 16 times the codebook's spread, so that rates which suit codes suit them:
+    3e-4 moves a codeword by half a percent of the spread at most.
+    """
+
+    def __init__(self, encoded: Encoded) -> None:
+        super().__init__()
+        self.like = encoded
+        codebook = encoded.parts["codebook"].float()
+        spread = root_mean_square(codebook)
+        # A power of two, so that what was not trained is stored as it was.
+        self.unit = 2.0 ** round(math.log2(SPREADS_A_UNIT * spread)) if spread else 1.0
+        self.numbers = nn.Parameter(codebook / self.unit)
+        self.indices: Tensor
+        self.register_buffer("indices", codeword_indices(encoded))
+
+    def forward(self) -> Tensor:
+        values = self.numbers * self.unit
+        codebook = straight_through(values, self._stored(values).float())
+        tiles = summed_codewords(codebook, self.indices)
+        return from_tiles(tiles.T, self.like.shape, self.like.transposed_groups)
+
+    def _stored(self, values: Tensor) -> Tensor:
+        return narrowed(values.detach(), self.like.parts["codebook"].dtype)
+
+    def encoded(self) -> Encoded:
+        codebook = self._stored(self.numbers * self.unit)
+        return _like(self.like, {"codebook": codebook, "indices": self.like.parts["indices"]})
+
+
+TRAINABLE: dict[
+    str,
+    type[TrainableFactors] | type[TrainableScalar] | type[TrainableLevels] | type[TrainableCodewords],
+] = {
     "factors": TrainableFactors,
     "spatial": TrainableFactors,
+    "codewords": TrainableCodewords,
     "scalar": TrainableScalar,
     "levels": TrainableLevels,
 }

@@ -1,0 +1,62 @@
+"""PQF: the annealed quantizer of "Permute, Quantize, and Fine-tune" (Martinez et al., 2021)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from factorpack.errors import PlanError
+from factorpack.methods.codewords import Regime, check_regime, check_settings, cut, tile_of
+from factorpack.methods.protocol import check_type
+from factorpack.record import Encoded, LayerMoments, LayerSample
+from factorpack.solve.kmeans import annealed_kmeans, kmeans, spread
+
+SETTLING = 10
+"""Steps without noise after the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class PQF:
+    """Vector quantization by k-means under noise that dies away (SR-C), from the weights alone.
+
+    Step i of `iterations` takes each codeword as the mean of tiles with noise of their own covariance, of
+    temperature `heat` (1 - i / iterations)^`decay`. Tiles are those of `BGD`. The paper first permutes a
+    network's channels: that is a step on models, and this quantizes the weight it is given.
+    """
+
+    codewords: int = 256
+    tile: int | None = None
+    regime: Regime = "small"
+    iterations: int = 50
+    heat: float = 1.0
+    decay: float = 0.5
+    seed: int = 0
+
+    name: ClassVar[str] = "pqf"
+
+    def __post_init__(self) -> None:
+        check_settings(self.codewords, self.tile, self.iterations, self.seed)
+        check_regime(self.regime)
+        for field in ("heat", "decay"):
+            check_type(field, getattr(self, field), float, int)
+            if not 0 <= getattr(self, field) < inf:
+                raise PlanError(f"{field} is {getattr(self, field)}, expected a number from 0 up")
+
+    def encode(
+        self,
+        weight: Tensor,
+        transposed_groups: int = 0,
+        sample: LayerSample | LayerMoments | None = None,  # noqa: ARG002
+    ) -> Encoded:
+        tile = self.tile or tile_of(tuple(weight.shape), transposed_groups, self.regime)
+        tiles = cut(weight, transposed_groups, tile, self.codewords)
+        if isinstance(tiles, Encoded):
+            return tiles
+        generator = torch.Generator().manual_seed(self.seed)
+        start = spread(tiles.points, tiles.count, generator)
+        annealed = annealed_kmeans(tiles.points, start, self.iterations, generator, self.heat, self.decay)
+        return tiles.quantized(kmeans(tiles.points, annealed, SETTLING))

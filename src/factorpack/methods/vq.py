@@ -1,0 +1,46 @@
+"""VQ: vector quantization, each tile of a weight one of a few codewords."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from factorpack.methods.codewords import check_settings, cut, tile_of
+from factorpack.record import Encoded, LayerMoments, LayerSample
+from factorpack.solve.kmeans import kmeans, spread
+
+
+@dataclass(frozen=True, slots=True)
+class VQ:
+    """`codewords` tiles found by k-means stand for all tiles (Z one-hot in the paper's frame).
+
+    A tile is a kernel of a convolution, or 4 numbers of a pointwise or linear layer, or `tile` numbers.
+    There are never more codewords than a quarter of the tiles; a weight that is larger so than in 8-bit
+    codes gets `Scalar(8)`. The `note` says so.
+    """
+
+    codewords: int = 256
+    tile: int | None = None
+    iterations: int = 30
+    seed: int = 0
+
+    name: ClassVar[str] = "vq"
+
+    def __post_init__(self) -> None:
+        check_settings(self.codewords, self.tile, self.iterations, self.seed)
+
+    def encode(
+        self,
+        weight: Tensor,
+        transposed_groups: int = 0,
+        sample: LayerSample | LayerMoments | None = None,  # noqa: ARG002
+    ) -> Encoded:
+        tile = self.tile or tile_of(tuple(weight.shape), transposed_groups)
+        tiles = cut(weight, transposed_groups, tile, self.codewords)
+        if isinstance(tiles, Encoded):
+            return tiles
+        start = spread(tiles.points, tiles.count, torch.Generator().manual_seed(self.seed))
+        return tiles.quantized(kmeans(tiles.points, start, self.iterations))
