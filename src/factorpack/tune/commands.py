@@ -63,7 +63,7 @@ def evaluate(
 
         factorpack eval resnet18.packed.safetensors --model torchvision.models:resnet18 --data imagenet
     """
-    net = _weights_into(model_from(model), file).to(_device())
+    net = weights_into(model_from(model), file).to(device())
     pictures = ImageFolder(image_folder(data, "val"), image_size)
     found = measure(net, loader(pictures, batch_size, workers), progress=not as_json)
     if as_json:
@@ -146,10 +146,10 @@ def finetune(
     }
     given = {key: value for key, value in options.items() if value is not None}
     schedule: Schedule = build(Schedule, {**(stated.finetune if stated else {}), **given}, "fine-tuning")
-    net = model_from(model).to(_device())
+    net = model_from(model).to(device())
     pictures = ImageFolder(image_folder(data, "train"), image_size, augment=True)
     batches = loader(pictures, batch_size, workers, shuffle=True)
-    original = _weights_into(model_from(model), teacher).to(_device()) if teacher is not None else None
+    original = weights_into(model_from(model), teacher).to(device()) if teacher is not None else None
     torch.manual_seed(schedule.seed)
     packed = _packed(source, stated, net, batches)
     state = checkpoint or output.with_name(f"{output.name}.checkpoint")
@@ -189,7 +189,7 @@ def compress_into_budget(
     given: Path | nn.Module = source
     batches = None
     if model is not None:
-        given = _weights_into(model_from(model), source).to(_device())
+        given = weights_into(model_from(model), source).to(device())
     if calibration is not None:
         batches = unlabelled(calibration, samples, image_size)
     chosen = {key: value for key, value in budget.items() if value is not None}
@@ -211,7 +211,7 @@ def _tell(output: Path, model: str, data: Path, reading: tuple[int, int, int], a
     batch_size, image_size, workers = reading
     found: Accuracy | None = None
     if (data / "val").is_dir():
-        net = packed.load_into(model_from(model)).to(_device())
+        net = packed.load_into(model_from(model)).to(device())
         pictures = ImageFolder(data / "val", image_size)
         found = measure(net, loader(pictures, batch_size, workers), progress=not as_json)
     if as_json:
@@ -229,7 +229,7 @@ def _packed(source: Path, recipe: Recipe | None, net: nn.Module, batches: Any) -
     if recipe is None:
         raise PlanError(f"{source} is not a packed file: give a --recipe to compress it by")
     rules: Rules = recipe.rules
-    _weights_into(net, source)
+    weights_into(net, source)
     wanted = max(samples_of(method) for method in (rules.method, *rules.layers.values()))
     calibration = batches if wanted else None
     return compress(
@@ -237,7 +237,7 @@ def _packed(source: Path, recipe: Recipe | None, net: nn.Module, batches: Any) -
     )
 
 
-def _weights_into(model: nn.Module, file: Path) -> nn.Module:
+def weights_into(model: nn.Module, file: Path) -> nn.Module:
     if is_packed(file):
         return load(file).load_into(model)
     opened = open_source(file)
@@ -254,5 +254,5 @@ def _words(accuracy: Accuracy) -> str:
     return f"top-1 {accuracy.top1:.2%}, top-5 {accuracy.top5:.2%} of {accuracy.samples} pictures"
 
 
-def _device() -> torch.device:
+def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

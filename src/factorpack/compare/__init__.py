@@ -1,0 +1,8 @@
+"""Every method on one model at the same sizes: real files, measured accuracy, one table and one figure."""
+
+from __future__ import annotations
+
+from factorpack.compare.grid import Grid, Point, compare
+from factorpack.compare.opponents import OPPONENTS, PLANNED
+
+__all__ = ["OPPONENTS", "PLANNED", "Grid", "Point", "compare"]

@@ -1,0 +1,248 @@
+"""The grid of a comparison: methods times sizes, a file and a measured point each, resumed where it ended."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from factorpack.budget import budget_bytes
+from factorpack.compare.opponents import OPPONENTS, PLANNED, chosen, for_sizing, without_data
+from factorpack.compare.search import Ladders
+from factorpack.decode import decode
+from factorpack.errors import PlanError
+from factorpack.format.atomic import atomic_write
+from factorpack.format.streams import raw_bytes
+from factorpack.format.whole import file_bytes
+from factorpack.methods import Method, samples_of
+from factorpack.methods.codewords import tile_of
+from factorpack.model import Packed, compress, load, save
+from factorpack.norms import small_leftovers
+from factorpack.permute import permute_model
+from factorpack.plan.planner import Planner
+from factorpack.plan.rules import not_a_weight
+from factorpack.progress import Progress
+from factorpack.source import open_source
+from factorpack.tune.schedule import Schedule
+
+Evaluate = Callable[[nn.Module], Mapping[str, float]]
+"""A model -> what was measured of it, as {"top1": 0.69}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One method at one size. `file` is None where the method makes no file so small."""
+
+    method: str
+    asked_ratio: float
+    settings: str
+    file: str | None = None
+    file_bytes: int = 0
+    file_ratio: float = 0.0
+    weight_error: float = 0.0
+    """Squared error of all coded weights over their energy."""
+    compress_s: float = 0.0
+    measured: Mapping[str, float] = field(default_factory=dict)
+    trained: Mapping[str, Any] = field(default_factory=dict)
+    """The schedule it was trained by, empty where it was not."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is compared and how it is measured. Files and points lie in `folder` as they come."""
+
+    model: nn.Module
+    ratios: Sequence[float]
+    folder: Path
+    methods: Sequence[str] = ("all",)
+    calibration: Sequence[Any] = ()
+    """Batches of inputs, for the methods that want them; the first serves to follow channels."""
+    evaluate: Evaluate | None = None
+    train: Iterable[Any] | None = None
+    """Batches to train every method on, by the same `schedule`, with the model itself as teacher."""
+    schedule: Schedule = field(default_factory=Schedule)
+    planner: Planner = field(default_factory=Planner)
+    progress: bool = True
+
+    def run(self) -> list[Point]:
+        """Every point, those of an earlier run from their files."""
+        names = chosen(self.methods)
+        for ratio in self.ratios:
+            budget_bytes(self._source, ratio)  # refuses what is no ratio before any work is done
+        points = []
+        with Progress("comparing", len(names) * len(self.ratios), self.progress, "points") as bar:
+            for name in names:
+                for ratio in sorted(self.ratios):
+                    bar.show(f"{name} at {ratio:g}x")
+                    points.append(self._kept(name, ratio) or self._made(name, ratio))
+                    bar.advance(name, 1)
+        return points
+
+    @cached_property
+    def _source(self) -> Any:
+        return open_source(self.model)
+
+    @cached_property
+    def _permuted(self) -> nn.Module:
+        """The same function with channels in another order; the model itself where there are no inputs."""
+        if not self.calibration:
+            return self.model
+        return permute_model(self.model, self.calibration[0], tile_of=_large_tile)[0]
+
+    @cached_property
+    def _ladders(self) -> dict[str, Ladders]:
+        return {
+            name: Ladders(each.ladders, partial(self._sized, self._start_of(name)))
+            for name, each in OPPONENTS.items()
+            if name in chosen(self.methods)
+        }
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        """What points depend on beside their method and size."""
+        how = (len(self.calibration), self.train is not None and asdict(self.schedule), asdict(self.planner))
+        mark = zlib.crc32(repr(how).encode())
+        for name, entry in self._source.entries.items():
+            mark = zlib.crc32(name.encode() + raw_bytes(entry.load()), mark)
+        return f"{mark:08x}"
+
+    def _start_of(self, name: str) -> nn.Module:
+        return self._permuted if name != PLANNED and OPPONENTS[name].permutes else self.model
+
+    def _sized(self, model: nn.Module, method: Method) -> int:
+        packed = self._small(compress(model, for_sizing(method), progress=False))
+        return file_bytes(dict(packed), packed.aliases)
+
+    def _small(self, packed: Packed) -> Packed:
+        """With norms folded and vectors in FP16, as the planner has them: no opponent pays for FP32 leftovers."""
+        return Packed(small_leftovers(packed, self.model), packed.aliases)
+
+    def _made(self, name: str, ratio: float) -> Point:
+        start = self._start_of(name)
+        started = time.perf_counter()
+        if name == PLANNED:
+            settings = f"ratio {ratio:g}"
+            planner = replace(self.planner, fold_norms=self.train is None)
+            batches = self.calibration or None
+            packed = compress(start, ratio=ratio, calibration=batches, planner=planner, progress=False)
+        else:
+            method = self._ladders[name].within(budget_bytes(self._source, ratio))
+            if method is None:
+                least = self._source_bytes / self._ladders[name].smallest()
+                return self._keep(Point(name, ratio, f"{least:.1f}x is the smallest it makes"))
+            started = time.perf_counter()
+            batches = self.calibration if samples_of(method) and self.calibration else None
+            method = method if batches else without_data(method)
+            settings = repr(method)
+            packed = compress(start, method, calibration=batches, progress=False)
+        seconds = time.perf_counter() - started
+        error = _weight_error(start, packed)
+        trained = self._trained(packed, start, ratio if name == PLANNED else 0.0)
+        path = self.folder / f"{name}-{ratio:g}.packed.safetensors"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save(packed if name == PLANNED and not trained else self._small(packed), path)
+        loaded = load(path)
+        measured: Mapping[str, float] = {}
+        if self.evaluate is not None:
+            measured = self.evaluate(loaded.load_into(copy.deepcopy(self.model)))
+        report = loaded.size()
+        return self._keep(
+            Point(
+                name,
+                ratio,
+                settings,
+                path.name,
+                report.file_bytes or 0,
+                report.file_ratio or 0.0,
+                error,
+                seconds,
+                measured,
+                trained,
+            )
+        )
+
+    def _trained(self, packed: Packed, start: nn.Module, target: float) -> dict[str, Any]:
+        if self.train is None:
+            return {}
+        from factorpack.tune.finetune import finetune  # accelerate is an extra
+
+        schedule = replace(self.schedule, target_ratio=target)
+        finetune(
+            packed,
+            copy.deepcopy(start),
+            self.train,
+            teacher=self.model,
+            schedule=schedule,
+            finish=self._small,
+            progress=False,
+        )
+        return asdict(schedule)
+
+    @cached_property
+    def _source_bytes(self) -> int:
+        return 2 * budget_bytes(self._source, 2.0)
+
+    def _keep(self, point: Point) -> Point:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        document = {"fingerprint": self._fingerprint, **asdict(point)}
+        with atomic_write(self._path(point.method, point.asked_ratio)) as file:
+            file.write(json.dumps(document, indent=1).encode())
+        return point
+
+    def _kept(self, name: str, ratio: float) -> Point | None:
+        """A point of an earlier run of this very comparison."""
+        path = self._path(name, ratio)
+        if not path.exists():
+            return None
+        try:
+            document = json.loads(path.read_text())
+            mark = document.pop("fingerprint")
+            point = Point(**document)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PlanError(
+                f"{path} holds no point of a comparison: {error!r}; remove it or name another folder"
+            ) from error
+        if mark != self._fingerprint:
+            raise PlanError(
+                f"{path} is of another model, other data or another schedule: remove it or name another folder"
+            )
+        return point
+
+    def _path(self, name: str, ratio: float) -> Path:
+        return self.folder / f"{name}-{ratio:g}.json"
+
+
+def compare(model: nn.Module, ratios: Sequence[float], folder: str | Path, **settings: Any) -> list[Point]:
+    """Compresses a model with every method at every ratio, into files in `folder`, and measures them.
+
+    Each method gets the settings whose file is the largest within the size; the point has the real ratio.
+    Batch norms are folded and vectors halved for all, as the planner does. `settings` are `Grid`'s: methods,
+    calibration, evaluate, train, schedule, planner. Interrupted, it goes on from the points that are there.
+
+    >>> points = fp.compare(model, [10, 20, 30], "comparison", calibration=batches)  # doctest: +SKIP
+    """
+    return Grid(model, ratios, Path(folder), **settings).run()
+
+
+def _weight_error(model: nn.Module, packed: Packed) -> float:
+    """Of tensors that are weights: what rounding, or keeping less than all, has cost."""
+    lost = energy = 0.0
+    for name, entry in open_source(model).entries.items():
+        if not not_a_weight(entry):
+            original: Tensor = entry.load().double().cpu()
+            lost += float((decode(packed[name]).double().cpu() - original).square().sum())
+            energy += float(original.square().sum())
+    return lost / energy if energy else 0.0
+
+
+def _large_tile(_name: str, shape: tuple[int, ...]) -> int:
+    """Channels are ordered for tiles over several of them: small ones lie inside a kernel."""
+    return tile_of(shape, regime="large")
