@@ -33,6 +33,7 @@ STUDIES = {
     "codes": "benchmarks.studies.codes",
     "permute": "benchmarks.studies.permute",
     "baselines": "benchmarks.studies.baselines",
+    "compare": "benchmarks.studies.compare",
 }
 """Study -> the module whose `run(**case)` returns its result."""
 

@@ -113,16 +113,20 @@ def small_leftovers(
     becomes 0 and its running variance 1 - eps. The same function, but no longer one to train with batch
     statistics. Tensors the caller excluded, or chose a method for, stay as they are.
     """
+    norms = (
+        [] if model is None else [(f"{name}." if name else "", norm) for name, norm in model.named_modules()]
+    )
+    norms = [(prefix, norm) for prefix, norm in norms if isinstance(norm, NORMS)]
+    # Statistics that are to be trained stay numbers even where all are equal.
+    trained = {prefix + part for prefix, _ in norms for part in _NORM_PARTS if not fold_norms}
     small = {
-        name: leftover(decode(encoded)).noted(encoded.note)
+        name: (half if name in trained else leftover)(decode(encoded)).noted(encoded.note)
         for name, encoded in tensors.items()
         if encoded.kind == "keep" and not encoded.note.startswith(DECIDED)
     }
-    if model is not None and fold_norms:
-        for name, norm in model.named_modules():
-            prefix = f"{name}." if name else ""
-            if isinstance(norm, NORMS) and all(prefix + part in small for part in _NORM_PARTS):
-                small |= _folded(prefix, norm.eps, *(decode(tensors[prefix + part]) for part in _NORM_PARTS))
+    for prefix, norm in norms if fold_norms else []:
+        if all(prefix + part in small for part in _NORM_PARTS):
+            small |= _folded(prefix, norm.eps, *(decode(tensors[prefix + part]) for part in _NORM_PARTS))
     return {name: small.get(name, encoded) for name, encoded in tensors.items()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +26,8 @@ from factorpack.tune.evaluate import evaluate
 from factorpack.tune.images import ImageFolder, image_folder, loader, unlabelled
 from factorpack.tune.schedule import Schedule
 
-console = Console(highlight=False, markup=False, soft_wrap=True)
+# A pipe has no width: 80 columns would cut the table.
+console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 180)
 
 
 def compare(
@@ -144,7 +146,8 @@ def markdown(points: Sequence[Point]) -> str:
 def _table(points: Sequence[Point]) -> Table:
     table = Table(box=None, header_style="bold")
     for name in HEAD:
-        table.add_column(name, justify="left" if name in ("method", "settings") else "right", no_wrap=True)
+        left = name in ("method", "settings")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name != "settings")
     for line in rows(points):
         table.add_row(*line)
     return table

@@ -1,0 +1,96 @@
+"""Every method at the same sizes, through `factorpack.compare`: without training, or fine-tuned on CIFAR-10."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.data import (
+    cifar10,
+    imagenet_train,
+    imagenet_val,
+    normalized,
+    pretrained,
+    shuffled,
+)
+from benchmarks.measure import fidelity, predictions
+from benchmarks.training import Augmented, Case, cifar_net, device, spread
+from factorpack.compare import Grid
+from factorpack.compare.opponents import chosen
+from factorpack.plan.planner import Planner
+from factorpack.tune.schedule import Schedule
+
+BATCH = 50
+
+
+def run(
+    model: str,
+    ratios: list[float],
+    workers: int,
+    samples: int,
+    methods: list[str] | None = None,
+    schedule: dict[str, Any] | None = None,
+    fp32_epochs: int = 0,
+) -> dict[str, Any]:
+    """Of a pretrained ImageNet model, or with `fp32_epochs` of a net trained on CIFAR-10 and fine-tuned there.
+
+    One case a method: the sizes of its settings are looked up once for all ratios.
+    """
+    names = chosen(methods or ["all"])
+    work = partial(
+        _case, model=model, ratios=ratios, samples=samples, schedule=schedule, fp32_epochs=fp32_epochs
+    )
+    original = _net(model, fp32_epochs)
+    rows = spread(work, [{"method": name} for name in names], workers)
+    measured = _measured(original, model, fp32_epochs)
+    return {"original": measured, "points": [point for row in rows for point in row["points"]]}
+
+
+def _case(
+    case: Case,
+    model: str,
+    ratios: list[float],
+    samples: int,
+    schedule: dict[str, Any] | None,
+    fp32_epochs: int,
+) -> Case:
+    torch.backends.cuda.matmul.allow_tf32 = bool(schedule)
+    net = _net(model, fp32_epochs)
+    images = shuffled(cifar10()[0] if fp32_epochs else imagenet_train())
+    batches = [normalized(batch.to(device())) for batch in images[0][:samples].split(BATCH)]
+    settings = dict(schedule or {})
+    train = Augmented(images, settings.pop("batch", 64), pad=4) if schedule else None
+    with tempfile.TemporaryDirectory() as folder:
+        points = Grid(
+            net,
+            ratios,
+            Path(folder),
+            [case["method"]],
+            batches,
+            partial(_measured, model=model, fp32_epochs=fp32_epochs),
+            train,
+            Schedule(**settings),
+            Planner(samples=samples),
+            progress=False,
+        ).run()
+    return {"points": [asdict(point) for point in points]}
+
+
+def _net(model: str, fp32_epochs: int) -> nn.Module:
+    net = cifar_net(model, 0, fp32_epochs)[0] if fp32_epochs else pretrained(model)
+    return net.to(device()).eval()
+
+
+def _measured(candidate: nn.Module, model: str, fp32_epochs: int) -> Mapping[str, float]:
+    """Accuracy and closeness to the original, as shares, of the net that was read back from a file."""
+    images, labels = cifar10()[1] if fp32_epochs else imagenet_val()
+    reference = predictions(_net(model, fp32_epochs), images)
+    found = fidelity(predictions(candidate.to(device()).eval(), images), reference, labels)
+    return {"top1": found["top1"] / 100, "agreement": found["agreement"] / 100, "kl": found["kl"]}
