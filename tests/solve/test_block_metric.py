@@ -35,7 +35,7 @@ def costs(posed: BlockProblem, codewords: Tensor) -> Tensor:
     return torch.einsum("brki,bij,brkj->brk", error, posed.metric, error)
 
 
-@pytest.mark.parametrize("scores", [1, 50, 1000, 1 << 18])
+@pytest.mark.parametrize("scores", [1, 50, 1000, 1 << 20])
 def test_nearest_costs_least(scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However few costs are held at once."""
     monkeypatch.setattr(kmeans_module, "SCORES", scores)

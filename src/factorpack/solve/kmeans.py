@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-SCORES = 1 << 18
-"""Numbers in the largest array of distances: about what a core's cache holds."""
+SCORES = 1 << 20
+"""Numbers in the largest array of distances: about what a cache holds, and enough to share among threads."""
 _ON_A_GPU = 1 << 26
 _SAMPLE = 1 << 14
 """Points that are enough to choose a start from."""
@@ -66,19 +66,22 @@ def totals(
 def spread(points: Tensor, count: int, generator: torch.Generator, weights: Tensor | None = None) -> Tensor:
     """Points to start from, (k, d), each drawn by its weight times its squared distance from those before.
 
-    This is the start of k-means++, on a sample of the points where there are many.
+    This is the start of k-means++, on a sample of the points where there are many; an eighth as many as there
+    are, but at least one, is drawn at a time.
     """
     picked = torch.randperm(len(points), generator=generator)[: max(_SAMPLE, 8 * count)].to(points.device)
     some = points[picked]
     heavy = torch.ones_like(some[:, 0]) if weights is None else weights[picked].to(some)
     throws = torch.rand(count, generator=generator, dtype=torch.float64).to(points.device)
-    chosen = points.new_empty(count, points.shape[1])
+    chosen, done = points.new_empty(count, points.shape[1]), 0
     far = torch.full_like(heavy, torch.inf)
-    for number in range(count):
-        ladder = (far if number else heavy).cumsum(0, dtype=torch.float64)
-        place = torch.searchsorted(ladder, throws[number] * ladder[-1], right=True)
-        chosen[number] = some[place.clamp_max(len(some) - 1)]
-        far = torch.minimum(far, (some - chosen[number]).square().sum(1) * heavy)
+    while done < count:
+        ladder = (far if done else heavy).cumsum(0, dtype=torch.float64)
+        now = slice(done, min(done + max(done // 8, 1), count))
+        places = torch.searchsorted(ladder, throws[now] * ladder[-1], right=True)
+        chosen[now] = some[places.clamp_max(len(some) - 1)]
+        far = torch.minimum(far, nearest(some, chosen[now])[1] * heavy)
+        done = now.stop
     return chosen
 
 
