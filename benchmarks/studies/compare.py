@@ -41,7 +41,8 @@ def run(
 ) -> dict[str, Any]:
     """Of a pretrained ImageNet model, or with `fp32_epochs` of a net trained on CIFAR-10 and fine-tuned there.
 
-    One case a method: the sizes of its settings are looked up once for all ratios.
+    One case a method: the sizes of its settings are looked up once for all ratios. Points are kept in a
+    temporary folder, so that an interrupted run goes on.
     """
     names = chosen(methods or ["all"])
     work = partial(
@@ -67,19 +68,18 @@ def _case(
     batches = [normalized(batch.to(device())) for batch in images[0][:samples].split(BATCH)]
     settings = dict(schedule or {})
     train = Augmented(images, settings.pop("batch", 64), pad=4) if schedule else None
-    with tempfile.TemporaryDirectory() as folder:
-        points = Grid(
-            net,
-            ratios,
-            Path(folder),
-            [case["method"]],
-            batches,
-            partial(_measured, model=model, fp32_epochs=fp32_epochs),
-            train,
-            Schedule(**settings),
-            Planner(samples=samples),
-            progress=False,
-        ).run()
+    points = Grid(
+        net,
+        ratios,
+        Path(tempfile.gettempdir()) / f"factorpack-compare-{model}-{fp32_epochs}",
+        [case["method"]],
+        batches,
+        partial(_measured, model=model, fp32_epochs=fp32_epochs),
+        train,
+        Schedule(**settings),
+        Planner(samples=samples),
+        progress=False,
+    ).run()
     return {"points": [asdict(point) for point in points]}
 
 

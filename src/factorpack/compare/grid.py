@@ -7,7 +7,7 @@ import json
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,7 @@ class Grid:
             started = time.perf_counter()
             batches = self.calibration if samples_of(method) and self.calibration else None
             method = method if batches else without_data(method)
-            settings = repr(method)
+            settings = _words(method)
             packed = compress(start, method, calibration=batches, progress=False)
         seconds = time.perf_counter() - started
         error = _weight_error(start, packed)
@@ -241,6 +241,16 @@ def _weight_error(model: nn.Module, packed: Packed) -> float:
             lost += float((decode(packed[name]).double().cpu() - original).square().sum())
             energy += float(original.square().sum())
     return lost / energy if energy else 0.0
+
+
+def _words(method: Method) -> str:
+    """A method with what differs from its defaults, as SVD(share=0.454)."""
+    given = [
+        f"{each.name}={value:.4g}" if isinstance(value, float) else f"{each.name}={value!r}"
+        for each in fields(method)  # type: ignore[arg-type]
+        if (value := getattr(method, each.name)) != each.default and each.name != "solver"
+    ]
+    return f"{type(method).__name__}({', '.join(given)})"
 
 
 def _large_tile(_name: str, shape: tuple[int, ...]) -> int:

@@ -74,7 +74,7 @@ OPPONENTS: dict[str, Opponent] = {
     "prune": Opponent(
         "magnitude pruning", [[Prune(1 - share, bits=4) for share in _between(0.005, 1.0, 48)]]
     ),
-    "nncodec": Opponent("NNCodec-like", [[NNCodec(step) for step in reversed(_between(0.005, 8.0, 64))]]),
+    "nncodec": Opponent("NNCodec-like", [[NNCodec(step) for step in reversed(_between(0.01, 8.0, 96))]]),
     "svd": Opponent("SVD", [[SVD(share=share) for share in _between(0.005, 1.0, 48)]]),
     "spatial_svd": Opponent("spatial SVD", [[SpatialSVD(share=share) for share in _between(0.005, 1.0, 48)]]),
     "vq": Opponent("VQ", _codewords(VQ, {})),
