@@ -34,6 +34,7 @@ STUDIES = {
     "permute": "benchmarks.studies.permute",
     "baselines": "benchmarks.studies.baselines",
     "compare": "benchmarks.studies.compare",
+    "paths": "benchmarks.studies.paths",
 }
 """Study -> the module whose `run(**case)` returns its result."""
 

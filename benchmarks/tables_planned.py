@@ -69,9 +69,9 @@ def ablation_planner() -> str:
     return f"{markdown(['ingredients', 'file ratio', 'top-1', 'KL, nats'], rows)}\n{source(document)}"
 
 
-def choices(model: str) -> Callable[[], str]:
+def choices(case: str) -> Callable[[], str]:
     def table() -> str:
-        document = result("budget", f"{model}-choose")
+        document = result("budget", case)
         rows = [
             [row["name"], f"{row['file_ratio']:.1f}", f"{row['top1']:.1f}", f"{row['kl']:.4f}"]
             for row in document["result"]["rows"]
@@ -135,6 +135,20 @@ def codes() -> str:
     return f"{markdown(['bits a weight at equal error', *cases], rows)}\n{notes}"
 
 
+def paths() -> str:
+    rows, notes = [], ""
+    for model in ("resnet18", "mobilenet_v2"):
+        document = result("paths", model)
+        notes += source(document)
+        for row in document["result"]["rows"]:
+            saved = [f"{row[f'{count} states']['saved_percent']:.1f}" for count in (4, 8)]
+            rows.append([model, row["layer"], str(row["tile"]), f"{row['bits_a_weight']:.2f}", *saved])
+        means = document["result"]["mean_saved_percent"]
+        rows.append([model, "all of these", "", "", *(f"{means[f'{count} states']:.1f}" for count in (4, 8))])
+    head = ["model", "layer", "tile", "bits a weight", "4 states, % saved", "8 states, % saved"]
+    return f"{markdown(head, rows)}\n{notes}"
+
+
 def cost() -> str:
     words = {
         "resnet18-gpu": "ResNet18, 256 images",
@@ -184,10 +198,12 @@ PLANNED: dict[str, Callable[[], str]] = {
     "planned-mobilenet_v2": planned("mobilenet_v2"),
     "headline": headline,
     "ablation-planner": ablation_planner,
-    "choices-resnet18": choices("resnet18"),
-    "choices-mobilenet_v2": choices("mobilenet_v2"),
+    "choices-resnet18": choices("resnet18-choose"),
+    "choices-mobilenet_v2": choices("mobilenet_v2-choose"),
+    "trellis-mobilenet_v2": choices("mobilenet_v2-trellis"),
     "trained": trained,
     "codes": codes,
+    "paths": paths,
     "cost": cost,
     "kept": kept,
 }

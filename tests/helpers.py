@@ -30,7 +30,7 @@ def assert_same_tensor(found: Tensor, expected: Tensor) -> None:
 
 def assert_same_encoded(found: Encoded, expected: Encoded) -> None:
     """Equal in every field, and every part bit for bit."""
-    for field in ("kind", "shape", "dtype", "bits", "transposed_groups", "extra_zeros", "note"):
+    for field in ("kind", "shape", "dtype", "bits", "transposed_groups", "extra_zeros", "note", "trellis"):
         assert getattr(found, field) == getattr(expected, field), field
     assert list(found.parts) == list(expected.parts)
     for name in expected.parts:

@@ -132,6 +132,21 @@ def test_the_file_has_the_bytes_asked_for(case: str, ratio: int, tmp_path: Path)
     loaded.load_into(make())
 
 
+@pytest.mark.parametrize("case", ["matrices", "convolutions, calibrated"])
+def test_a_file_of_paths_has_the_bytes_asked_for(case: str, tmp_path: Path) -> None:
+    make, data = CASES[case]
+    model = make()
+    budget = int(original_bytes(model) / 10)
+    packed = compressed(
+        model, ratio=10, calibration=None if data is None else [data], planner=Planner(trellis=8)
+    )
+    assert 0.99 * budget <= saved_bytes(packed, tmp_path) <= budget
+    assert {encoded.trellis for encoded in packed.values()} == {0, 8}
+    loaded = fp.load(tmp_path / "net.packed.safetensors")
+    for name, encoded in packed.items():
+        assert_same_tensor(decode(loaded[name]), decode(encoded))
+
+
 def test_a_large_file_at_a_high_ratio(tmp_path: Path) -> None:
     model = trained(nn.Linear(256, 700))
     budget = original_bytes(model) // 30

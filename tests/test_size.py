@@ -140,6 +140,12 @@ def one_step(latent: Tensor) -> Encoded:
     return replace(many, parts={**many.parts, "latent_scale": torch.ones(1, 1)})
 
 
+def test_a_path_in_words() -> None:
+    parts = {"codes": torch.tensor([[2, 0]], dtype=torch.int8), "scale": torch.ones(1, 1)}
+    encoded = Encoded("scalar", (1, 2), torch.float32, parts, {"codes": 4}, trellis=8)
+    assert words(encoded) == "3 bits, 50% zeros, trellis"
+
+
 def test_one_step_in_words() -> None:
     """Rank and width are what the codes need, since the declared ones are limits."""
     codes = torch.zeros(6, 50, dtype=torch.int16)

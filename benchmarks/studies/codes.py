@@ -32,10 +32,10 @@ from benchmarks.studies.trellis import (
 )
 from factorpack.format import entropy
 from factorpack.format.classes import class_counts, fit_classes
-from factorpack.format.streams import split_of
+from factorpack.format.streams import coded_bytes, split_of
 from factorpack.format.tables import message_bits, normalized
 from factorpack.methods.second_order import as_encoded
-from factorpack.plan.pose import Posed, Rounding, coded_bytes, pose
+from factorpack.plan.pose import Posed, Rounding, pose
 from factorpack.quantize.uniform import storable
 from factorpack.record import Encoded
 from factorpack.solve.code_length import CLASSES, HIGH_RATE, fit_lengths

@@ -14,13 +14,13 @@ from factorpack.calibrate import Calibration
 from factorpack.decode import decode
 from factorpack.errors import PlanError, while_compressing
 from factorpack.format.schema import EXPANSION
-from factorpack.format.streams import raw_bytes
+from factorpack.format.streams import coded_bytes, raw_bytes
 from factorpack.format.whole import file_bytes
 from factorpack.methods import Keep, Scalar
 from factorpack.norms import DECIDED, correct_outputs, norms_after, small_leftovers
 from factorpack.plan.curves import Curve, allocate, load_curves, save_curves, with_unknown
 from factorpack.plan.planner import HELD_SHARE, Work
-from factorpack.plan.pose import Posed, best_pose, coded_bytes, curve, meet, pose
+from factorpack.plan.pose import Posed, best_pose, curve, meet, pose
 from factorpack.plan.refine import Alone, refined
 from factorpack.plan.rules import Rules
 from factorpack.plan.search import Search
@@ -174,7 +174,7 @@ class Budgeter:
             for name in self._order():
                 bar.show(name)
                 share = left / max(sum(planned[later] for later in planned if later not in done), 1.0)
-                last = self._encode(name, curves[name].tile, steps[name], planned[name] * share, compressed)
+                last = self._encode(name, curves[name], steps[name], planned[name] * share, compressed)
                 left -= coded_bytes(last.encoded)
                 done[name] = last if name == closer else replace(last, posed=None, moments=None)
                 bar.advance(name, last.encoded.numel)
@@ -191,14 +191,17 @@ class Budgeter:
                 state[name].copy_(decode(encoded))
         return compressed
 
-    def _encode(self, name: str, tile: int, step: float, aim: float, compressed: nn.Module | None) -> _Done:
+    def _encode(
+        self, name: str, planned: Curve, step: float, aim: float, compressed: nn.Module | None
+    ) -> _Done:
         """One weight at about `aim` bytes, put into the compressed network."""
         moments = self._moments(name, compressed)
         groups = self.source.transposed_groups.get(name, 0)
         weight = self.source.entries[name].load()
         with while_compressing(name):
             used = moments if self.planner.second_order else None
-            posed = pose(weight, groups, used, self.sensitivity.get(name), tile, self.planner.rounding)
+            rounding = replace(self.planner.rounding, trellis=planned.trellis)
+            posed = pose(weight, groups, used, self.sensitivity.get(name), planned.tile, rounding)
             step, encoded = meet(posed, step, aim)
         self._put(name, encoded, weight, moments, compressed)
         return _Done(encoded, step, posed, moments)

@@ -61,6 +61,8 @@ class Encoded:
     """Codes a threshold set to zero beyond those that rounding had already made zero."""
     note: str = ""
     """Why this tensor got this encoding, where a rule and not the caller chose it."""
+    trellis: int = 0
+    """States of the trellis that its codes (a factors tensor's latent) are a path through; 0: any codes."""
 
     @property
     def numel(self) -> int:

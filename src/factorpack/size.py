@@ -132,7 +132,7 @@ def words(encoded: Encoded) -> str:
     if encoded.parts[scale].numel() == 1:  # the width is then that of the layer's largest number
         bits = _width(int(codes.min()), int(codes.max()))
     zeros = 1.0 - int(codes.count_nonzero()) / max(codes.numel(), 1)
-    text = f"{bits} bits, {zeros:.0%} zeros"
+    text = f"{bits} bits, {zeros:.0%} zeros{', trellis' if encoded.trellis else ''}"
     if encoded.kind == "scalar":
         return text
     rank = int(codes.any(1).count_nonzero())

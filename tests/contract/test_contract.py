@@ -56,6 +56,7 @@ SETTINGS: dict[str, tuple[Method, ...]] = {
         SecondOrder(step=0.3),
         SecondOrder(step=0.001, price=0.0),
         SecondOrder(step=0.1, tile=9),
+        SecondOrder(step=0.1, tile=9, trellis=8),
     ),
     "vq": (VQ(iterations=3), VQ(5, tile=7, iterations=3)),
     "bgd": (BGD(16, regime="large", iterations=3),),

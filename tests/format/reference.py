@@ -76,6 +76,56 @@ def ans_decode(data: bytes, rows: int, columns: int) -> list[list[int]]:
     return [flat[row::rows] for row in range(rows)]
 
 
+NEXT = {
+    4: [(0, 2), (2, 0), (1, 3), (3, 1)],
+    8: [(0, 2), (2, 0), (4, 6), (6, 4), (5, 7), (7, 5), (1, 3), (3, 1)],
+}
+"""The states after an even and an odd index."""
+
+
+def path_decode(data: bytes, rows: int, columns: int, states: int) -> list[list[int]]:
+    """A matrix of levels that are a path through a trellis."""
+    flags = data[0]
+    total_bits, is_wide, is_split = flags & 31, flags >> 5 & 1, flags >> 6
+    low, size, row_classes, column_classes = struct.unpack_from("<hHBB" if is_wide else "<bBBB", data, 1)
+    at = 7 if is_wide else 5
+    split = int.from_bytes(data[at : at + 4], "little") if is_split else 0
+    at += 4 * is_split
+    segment = int.from_bytes(data[at : at + 2], "little")
+    at += 2
+    models = 2 * (row_classes + column_classes + 1)
+    width = size.bit_length()
+    end = at + (models * width + 7) // 8
+    sizes = [value + 1 for value in unpack_bits(data[at:end], models, width)]
+    tables, used = read_tables(data[end:], [row_classes + 1, 2 * (column_classes + 1), *sizes], total_bits)
+    message = Message(data[end + used :])
+    height = split or rows
+    width = rows * columns // height
+    row_class = [message.take(tables[0]) for _ in range(height)]
+    column_kind = [message.take(tables[1]) for _ in range(width)]
+    codes = sorted(range(low, low + size + 1), key=lambda code: (abs(code), code))
+    view = [[0] * width for _ in range(height)]
+    state = {(top, column): 0 for top in range(0, height, segment) for column in range(width)}
+    for place in range(min(segment, height)):
+        entries = []
+        for row in range(place, height, segment):
+            for column in range(width):
+                quantizer = column_kind[column] & state[row - place, column] * 2 // states
+                entries.append((2 * (row_class[row] + column_kind[column] // 2) + quantizer, row, column))
+        for model, row, column in sorted(entries, key=lambda entry: entry[0]):
+            index = codes[message.take(tables[2 + model])]
+            sign = (index > 0) - (index < 0)
+            view[row][column] = 2 * index - (model & 1) * sign
+            before = state[row - place, column]
+            state[row - place, column] = NEXT[states][before][index & 1]
+    assert message.state == 0
+    assert not message.words
+    if not split:
+        return view
+    flat = [code for row in view for code in row]
+    return [flat[row::rows] for row in range(rows)]
+
+
 def read_tables(data: bytes, sizes: list[int], total_bits: int) -> tuple[list[list[int]], int]:
     """Where each symbol of each table starts, and the bytes the tables took."""
     number, place = int.from_bytes(data, "little"), 0
@@ -130,11 +180,11 @@ def read_packed(blob: bytes) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]
             start = header[row["name"]]["data_offsets"][0]
         stream = blob[header_end + start : header_end + start + size]
         assert zlib.crc32(stream) == row["crc"]
-        tensors[row["name"]] = _read_parts(row["parts"], stream)
+        tensors[row["name"]] = _read_parts(row["parts"], stream, row.get("trellis", 0))
     return document, tensors
 
 
-def _read_parts(parts: dict[str, Any], stream: bytes) -> dict[str, Any]:
+def _read_parts(parts: dict[str, Any], stream: bytes, states: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (codec, kind, shape, size) in parts.items():
         data, stream = stream[:size], stream[size:]
@@ -142,6 +192,8 @@ def _read_parts(parts: dict[str, Any], stream: bytes) -> dict[str, Any]:
             found[name] = data
         elif codec == "ans":
             found[name] = ans_decode(data, *shape)
+        elif codec == "trellis":
+            found[name] = path_decode(data, *shape, states)
         else:
             rows, columns = shape
             flat = [value - (1 << (kind - 1)) for value in unpack_bits(data, rows * columns, kind)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import factorpack as fp
 from factorpack.decode import decode
 from factorpack.errors import PlanError, WeightError
+from factorpack.format.streams import coded_bytes
 from factorpack.methods import METHODS, from_fields
 from factorpack.methods.protocol import rows_of
 from factorpack.quantize.uniform import fit_scale, storable
@@ -198,11 +200,34 @@ def test_changed_inputs_are_made_up_for() -> None:
         ({"step": 0.1, "price": float("nan")}, "price nan, "),
         ({"step": 0.1, "damping": 0}, "damping 0: "),
         ({"step": 0.1, "damping": float("inf")}, "damping inf: "),
+        ({"step": 0.1, "trellis": 16}, "trellis is 16, allowed are 0 and 4 and 8 states"),
+        ({"step": 0.1, "trellis": True}, "trellis is True, a bool; expected int"),
+        ({"bits": 3, "trellis": 8}, "bits is 3: a trellis of 8 states is for codes of one step"),
     ],
 )
 def test_impossible_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         fp.SecondOrder(**settings)
+
+
+@pytest.mark.parametrize("tile", [1, 9])
+@pytest.mark.parametrize("states", [4, 8])
+def test_a_trellis_takes_fewer_bytes_at_the_same_output_error(states: int, tile: int) -> None:
+    """Half a bit a weight is worth a factor of two in squared error."""
+    layer, inputs = seeded_layer(nn.Conv2d(16, 128, 3)), correlated(4, 16, 12, 12)
+    weight, moments = layer.weight.detach(), moments_of(layer, inputs)
+    plain = fp.SecondOrder(step=0.5, tile=tile).encode(weight, 0, moments)
+    path = fp.SecondOrder(step=0.5, tile=tile, trellis=states).encode(weight, 0, moments)
+    assert (plain.trellis, path.trellis) == (0, states)
+    worse = output_error(layer, path, inputs) / output_error(layer, plain, inputs)
+    fair = coded_bytes(plain) - math.log2(worse) * weight.numel() / 8
+    assert coded_bytes(path) < 0.99 * fair
+
+
+@pytest.mark.parametrize("shape", [(1, 300), (2, 2), (15, 40)])
+def test_few_rows_have_plain_codes(shape: tuple[int, int]) -> None:
+    encoded = fp.SecondOrder(step=0.3, trellis=8).encode(seeded(*shape))
+    assert_same_encoded(encoded, fp.SecondOrder(step=0.3).encode(seeded(*shape)))
 
 
 def test_settings_from_a_recipe() -> None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from factorpack.decode import decode
 from factorpack.format.container import Reader
-from factorpack.plan.pose import Posed, Rounding, best_pose, coded_bytes, curve, middle_step, pose
+from factorpack.format.streams import coded_bytes
+from factorpack.plan.pose import Posed, Rounding, best_pose, curve, middle_step, pose
 from factorpack.record import LayerMoments
 from factorpack.solve.moments import MomentsOf
 from tests.helpers import relative_error, seeded, write_packed
@@ -40,12 +41,16 @@ def posed_matrix(rows: int = 64, size: int = 48, sensitivity: float | None = Non
 
 @pytest.mark.parametrize("sensitivity", [None, 2.0])
 @pytest.mark.parametrize("tile", [1, 9])
-def test_bytes_are_those_of_the_file(tile: int, sensitivity: float | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trellis", [0, 8])
+def test_bytes_are_those_of_the_file(
+    trellis: int, tile: int, sensitivity: float | None, tmp_path: Path
+) -> None:
     layer = nn.Conv2d(32, 48, 3)
     moments = moments_of(layer, seeded(4, 32, 9, 9)) if sensitivity is not None else None
-    posed = pose(smooth_kernels(48, 32), 0, moments, sensitivity, tile, Rounding())
+    posed = pose(smooth_kernels(48, 32), 0, moments, sensitivity, tile, Rounding(trellis=trellis))
     assert posed.tile == tile
     for encoded, _ in posed.at([0.05, 0.3, 1.0]):
+        assert encoded.trellis == trellis
         path = tmp_path / "one.packed.safetensors"
         write_packed(path, {"w": encoded})
         stored = sum(part.stored_bytes for part in Reader(path).rows["w"].parts.values())
@@ -117,6 +122,30 @@ def test_kernels_of_few_patterns_get_a_basis_and_noise_none() -> None:
     assert best_pose(smooth, 0, None, None, 3.0, Rounding()).tile == 9
     assert best_pose(noise, 0, None, None, 3.0, Rounding()).tile == 1
     assert best_pose(smooth, 0, None, None, 3.0, Rounding(basis=False)).tile == 1
+
+
+@pytest.mark.parametrize("sensitivity", [None, 2.0])
+def test_a_trellis_is_taken_where_it_pays(sensitivity: float | None) -> None:
+    """Not for few weights, and not where there is next to nothing to code."""
+    weight, few = seeded(128, 64), seeded(3, 4)
+    known = [moments_of(nn.Linear(size, 1), seeded(500, size)) if sensitivity else None for size in (64, 4)]
+    rounding = Rounding(trellis=8)
+    chosen = best_pose(weight, 0, known[0], sensitivity, 3.0, rounding)
+    assert chosen.rounding.trellis == curve(chosen, 3.0)[0].trellis == 8
+    assert best_pose(few, 0, known[1], sensitivity, 3.0, rounding).rounding.trellis == 0
+    assert best_pose(weight, 0, known[0], sensitivity, 3.0, Rounding()).rounding.trellis == 0
+
+
+def test_one_channel_s_tiles_have_no_rows_to_run_down() -> None:
+    chosen = best_pose(smooth_kernels(1, 512), 0, None, None, 3.0, Rounding(trellis=8))
+    assert (chosen.tile, chosen.rounding.trellis) == (9, 0)
+
+
+def test_the_finest_steps_of_a_path_fit_their_codes() -> None:
+    posed = pose(seeded(40, 12), 0, None, None, 1, Rounding(trellis=8))
+    ((encoded, loss),) = posed.at([1e-9])
+    assert encoded.bits["codes"] <= 16
+    assert loss < 1e-7
 
 
 def test_a_basis_is_taken_only_where_it_is_cheap_beside_the_codes() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from factorpack.solve import feedback
-from factorpack.solve.feedback import feedback_factor, nearest, ridge, round_with_feedback
+from factorpack.solve.feedback import feedback_factor, nearest, ridge, round_with_feedback, taken_over
 from tests.helpers import assert_close, seeded
 
 
@@ -193,3 +193,20 @@ def test_at_fine_steps_the_error_is_a_twelfth_of_the_importance() -> None:
     importance = factor.diagonal(dim1=1, dim2=2).pow(-2).sum()
     # Twelve uniform residues a row: the mean of 4,000 rows is known to about a percent.
     assert abs(float(error.mean() / (importance / 12)) - 1.0) < 0.05
+
+
+def test_columns_take_over_the_errors_of_those_before_them() -> None:
+    """Of numbers far apart in steps, whose rounding errors have a variance of a twelfth."""
+    size, rows = 12, 20_000
+    inputs = seeded(600, size) @ (seeded(size, size, seed=1) + 2 * torch.eye(size))
+    factor = feedback_factor((inputs.T @ inputs / 600)[None])
+    values = 50.0 * seeded(1, rows, size, seed=2)
+    met = torch.empty_like(values)
+
+    def watched(column: int, numbers: Tensor) -> Tensor:
+        met[:, :, column] = numbers
+        return numbers.round()
+
+    round_with_feedback(values, factor, torch.ones(1, 1), watched)
+    found = (met - values).var(1)
+    torch.testing.assert_close(found, taken_over(factor) / 12, rtol=0.05, atol=1e-4)

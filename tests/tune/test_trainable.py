@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import factorpack as fp
 from factorpack import methods
 from factorpack.decode import codeword_indices
+from factorpack.errors import PlanError
 from factorpack.quantize.uniform import code_range, from_codes
 from factorpack.tiles import to_tiles
 from factorpack.tune.packed_model import PackedModel
@@ -301,6 +302,14 @@ def test_accidental_zeros_may_leave_where_there_was_no_threshold(case: str) -> N
     zeros = encoded.parts["latent"] == 0
     assert zeros.any()
     assert shaken(TrainableFactors(encoded)).parts["latent"][zeros].any()
+
+
+@pytest.mark.parametrize("tile", [1, 9])
+def test_codes_on_a_path_are_not_trained(tile: int) -> None:
+    encoded = fp.SecondOrder(step=0.3, tile=tile, trellis=8).encode(seeded(64, 32, 3, 3))
+    assert encoded.trellis == 8
+    with pytest.raises(PlanError, match=r"a trellis of 8 states, .* compress without trellis"):
+        TRAINABLE[encoded.kind](encoded)
 
 
 def test_a_scale_that_shrinks_to_nothing_gives_zeros() -> None:

@@ -22,7 +22,7 @@ from factorpack.errors import FormatError, SourceError
 from factorpack.format import schema as schemas
 from factorpack.format.atomic import atomic_write
 from factorpack.format.schema import RESERVED, SMALL, PartRow, Schema, TensorRow
-from factorpack.format.streams import decode_part, encode_part, raw_bytes, split_of
+from factorpack.format.streams import decode_part, encode_part, raw_bytes, split_of, states_of
 from factorpack.record import DTYPES, Encoded, dtype_name
 
 METADATA_KEY = "factorpack"
@@ -211,7 +211,9 @@ def _make_row(name: str, encoded: Encoded) -> tuple[TensorRow, bytes]:
     streams: list[bytes] = []
     parts: dict[str, PartRow] = {}
     for part_name, spec in specs(encoded).items():
-        codec, data = encode_part(encoded.parts[part_name], spec.bits, split_of(encoded, part_name))
+        codec, data = encode_part(
+            encoded.parts[part_name], spec.bits, split_of(encoded, part_name), states_of(encoded, part_name)
+        )
         parts[part_name] = PartRow(codec, spec, len(data))
         streams.append(data)
     numel = schemas.largest_numel(encoded.shape, specs(encoded).values())
@@ -228,6 +230,7 @@ def _make_row(name: str, encoded: Encoded) -> tuple[TensorRow, bytes]:
         encoded.transposed_groups,
         encoded.extra_zeros,
         encoded.note,
+        encoded.trellis,
     )
     schemas.check_row(row)
     return row, stream
@@ -238,7 +241,7 @@ def _read_row(row: TensorRow, stream: bytes) -> Encoded:
     for name, part in row.parts.items():
         end = start + part.stored_bytes
         try:
-            parts[name] = decode_part(part.codec, stream[start:end], part.spec)
+            parts[name] = decode_part(part.codec, stream[start:end], part.spec, row.trellis)
         except FormatError as error:
             raise FormatError(f"part {name!r}: {error}") from error
         start = end
@@ -254,6 +257,7 @@ def _read_row(row: TensorRow, stream: bytes) -> Encoded:
         row.transposed_groups,
         row.extra_zeros,
         row.note,
+        row.trellis,
     )
     _check_numbers(encoded)
     return encoded

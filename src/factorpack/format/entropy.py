@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import constriction
 import numpy as np
@@ -30,6 +30,7 @@ _MANY_CODES = 1 << 20
 _TOTALS = (8, 10, 12, 14, 16)
 
 Codes = NDArray[np.signedinteger]
+_Kind = TypeVar("_Kind", bound=np.integer[Any])
 Coder = Any
 """constriction's AnsCoder, which has no types."""
 
@@ -219,12 +220,12 @@ def _held(size: int) -> type[np.uint8] | type[np.uint16]:
     return np.uint8 if size <= 256 else np.uint16
 
 
-def _viewed(matrix: Symbols, split: int) -> Symbols:
+def _viewed(matrix: NDArray[_Kind], split: int) -> NDArray[_Kind]:
     """(k, n) as (s, n/s * k): transposed, and all that belongs to one of s parts of the columns in a row."""
     return matrix.T.reshape(split, -1) if split else matrix
 
 
-def _unviewed(matrix: Symbols, split: int, rows: int) -> Symbols:
+def _unviewed(matrix: NDArray[_Kind], split: int, rows: int) -> NDArray[_Kind]:
     """The inverse of `_viewed` for a matrix of `rows` rows."""
     return np.ascontiguousarray(matrix.reshape(-1, rows).T) if split else matrix
 

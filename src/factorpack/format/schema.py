@@ -15,9 +15,10 @@ from typing import Any
 from factorpack.decode import PartSpec, check
 from factorpack.errors import FormatError
 from factorpack.format.bitpack import packed_bytes
-from factorpack.format.streams import ANS, CODECS, PACKED, RAW, raw_size
+from factorpack.format.streams import ANS, CODECS, PACKED, PATHS, RAW, TRELLIS, raw_size
 from factorpack.quantize.uniform import MAX_STORED_BITS, code_dtype
 from factorpack.record import DTYPES, THRESHOLDED, dtype_name
+from factorpack.trellis import MEMORY
 
 VERSION = 1
 MAX_JSON_BYTES = 1 << 25
@@ -53,6 +54,7 @@ class TensorRow:
     transposed_groups: int = 0
     extra_zeros: int = 0
     note: str = ""
+    trellis: int = 0
 
     @property
     def stored_bytes(self) -> int:
@@ -160,7 +162,7 @@ def _object(
     return value
 
 
-_OPTIONAL = {"filler_bytes": 0, "transposed_groups": 0, "extra_zeros": 0, "note": ""}
+_OPTIONAL = {"filler_bytes": 0, "transposed_groups": 0, "extra_zeros": 0, "note": "", "trellis": 0}
 
 
 def _row_to_json(row: TensorRow) -> dict[str, Any]:
@@ -206,6 +208,7 @@ def _row(fields: dict[str, Any]) -> TensorRow:
         transposed_groups=_integer(fields.get("transposed_groups", 0), "transposed_groups"),
         extra_zeros=_integer(fields.get("extra_zeros", 0), "extra_zeros"),
         note=note,
+        trellis=_integer(fields.get("trellis", 0), "trellis"),
     )
     specs = {name: part.spec for name, part in row.parts.items()}
     numel = largest_numel(row.shape, specs.values())
@@ -217,7 +220,18 @@ def _row(fields: dict[str, Any]) -> TensorRow:
     codes = math.prod(specs[THRESHOLDED[row.kind]].shape) if row.kind in THRESHOLDED else 0
     if row.extra_zeros > codes:
         raise FormatError(f"claims {row.extra_zeros} extra zeros among {codes} codes")
+    _check_trellis(row)
     return row
+
+
+def _check_trellis(row: TensorRow) -> None:
+    """A trellis has a known number of states, and is what the codes of its tensor, and no others, are coded by."""
+    if row.trellis not in (0, *MEMORY):
+        raise FormatError(f"a trellis of {row.trellis} states, known are {', '.join(map(str, MEMORY))}")
+    coded = [name for name, part in row.parts.items() if part.codec == TRELLIS]
+    expected = [name for name in row.parts if name in PATHS and row.trellis]
+    if coded != expected or (row.trellis and not coded):
+        raise FormatError(f"{row.trellis} states, and {coded} coded along them, expected {expected}")
 
 
 def _part(value: object) -> PartRow:
@@ -233,7 +247,7 @@ def _part(value: object) -> PartRow:
     if (codec == RAW) == is_codes or (is_codes and not 1 <= bits <= MAX_STORED_BITS):
         raise FormatError(f"codec {codec!r} cannot hold {kind!r}")
     expected = {RAW: raw_size(spec), PACKED: packed_bytes(count, bits)}.get(codec, part.stored_bytes)
-    if part.stored_bytes != expected or (codec == ANS and count == 0):
+    if part.stored_bytes != expected or (codec in (ANS, TRELLIS) and count == 0):
         raise FormatError(f"{part.stored_bytes} bytes for a {codec!r} part of shape {spec.shape}")
     return part
 

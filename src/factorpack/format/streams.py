@@ -10,22 +10,29 @@ from torch import Tensor
 
 from factorpack.decode import LAYOUTS, PartSpec
 from factorpack.errors import FormatError
-from factorpack.format import entropy
+from factorpack.format import entropy, trellis
 from factorpack.format.bitpack import pack, packed_bytes, unpack
 from factorpack.quantize.uniform import code_range
 from factorpack.record import Encoded
 from factorpack.tiles import out_first_shape
 
-RAW, PACKED, ANS = "raw", "packed", "ans"
-CODECS = (RAW, PACKED, ANS)
+RAW, PACKED, ANS, TRELLIS = "raw", "packed", "ans", "trellis"
+CODECS = (RAW, PACKED, ANS, TRELLIS)
+PATHS = ("codes", "latent")
+"""Parts that may be paths through a trellis."""
 
 
-def encode_part(part: Tensor, bits: int, split: int = 0) -> tuple[str, bytes]:
-    """The codec and the bytes of a part; `bits` is 0 for a part that is not codes, `split` as `split_of` says."""
+def encode_part(part: Tensor, bits: int, split: int = 0, states: int = 0) -> tuple[str, bytes]:
+    """The codec and the bytes of a part; `bits` is 0 for a part that is not codes.
+
+    `split` and `states` are as `split_of` and `states_of` say.
+    """
     if not bits:
         return RAW, raw_bytes(part)
     codes = part.cpu().numpy()
     _check_range(codes, bits)
+    if states:
+        return TRELLIS, trellis.encode(codes, states, split)
     fixed_bytes = packed_bytes(codes.size, bits)
     coded = entropy.encode(codes, split)
     if len(coded) < fixed_bytes:
@@ -34,10 +41,12 @@ def encode_part(part: Tensor, bits: int, split: int = 0) -> tuple[str, bytes]:
     return PACKED, pack((codes.astype(np.int32) - low).astype(np.uint16).ravel(), bits)
 
 
-def estimated_part_bytes(part: Tensor, bits: int, split: int = 0) -> int:
+def estimated_part_bytes(part: Tensor, bits: int, split: int = 0, states: int = 0) -> int:
     """Length of `encode_part`'s bytes, within 16, at a part of its cost; for planners."""
     if not bits:
         return part.numel() * part.dtype.itemsize
+    if states:
+        return trellis.estimated_bytes(part.cpu().numpy(), states, split)
     fixed_bytes = packed_bytes(part.numel(), bits)
     return min(fixed_bytes, entropy.estimated_bytes(part.cpu().numpy(), split))
 
@@ -59,7 +68,22 @@ def split_of(encoded: Encoded, name: str) -> int:
     return channels if channels > 1 and (encoded.numel // channels) % tile == 0 else 0
 
 
-def decode_part(codec: str, data: bytes, spec: PartSpec) -> Tensor:
+def states_of(encoded: Encoded, name: str) -> int:
+    """States of the trellis that a part's codes are a path through, or 0."""
+    return encoded.trellis if name in PATHS else 0
+
+
+def coded_bytes(encoded: Encoded) -> int:
+    """A weight's bytes in the file, but for its line in the schema."""
+    return sum(
+        estimated_part_bytes(
+            part, encoded.bits.get(name, 0), split_of(encoded, name), states_of(encoded, name)
+        )
+        for name, part in encoded.parts.items()
+    )
+
+
+def decode_part(codec: str, data: bytes, spec: PartSpec, states: int = 0) -> Tensor:
     """The inverse of `encode_part`; the spec has been checked, the bytes may be anything."""
     if codec == RAW:
         return _from_raw(data, spec)
@@ -68,6 +92,9 @@ def decode_part(codec: str, data: bytes, spec: PartSpec) -> Tensor:
         low, _ = code_range(spec.bits)
         wide = unpack(data, rows * columns, spec.bits).astype(np.int32) + low
         codes: entropy.Codes = wide.astype(np.int8 if spec.bits <= 8 else np.int16)
+    elif codec == TRELLIS:
+        codes = trellis.decode(data, rows, columns, states)
+        _check_range(codes, spec.bits)
     else:
         codes = entropy.decode(data, rows, columns)
         _check_range(codes, spec.bits)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError
+from factorpack.format.streams import coded_bytes
 from factorpack.methods.protocol import check_type, rows_of
 from factorpack.quantize.uniform import (
     MAX_STORED_BITS,
@@ -23,6 +24,8 @@ from factorpack.record import Encoded, LayerMoments, LayerSample
 from factorpack.solve.code_length import HIGH_RATE
 from factorpack.solve.feedback import round_with_feedback
 from factorpack.solve.second_order import CODEBOOK_BITS, DAMPING, Basis, Problem, problem, tile_basis
+from factorpack.solve.trellis import FINE_STEP
+from factorpack.trellis import MEMORY, SHORTEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,8 @@ class SecondOrder:
     Each column's rounding error is fed into the columns not yet rounded, so that the layer's *output*
     changes least; `price` is what a bit of the entropy-coded file is worth, in squared steps. With
     `tile` above 1 the codes are latents of a basis over tiles of that many weights, such as a 3x3 kernel.
-    Without calibration data the weights themselves are kept closest instead.
+    Without calibration data the weights themselves are kept closest instead. With a `trellis` of 4 or 8
+    states the codes are a path through it where that makes them smaller: finer levels of the same error.
     """
 
     step: float | None = None
@@ -42,6 +46,7 @@ class SecondOrder:
     damping: float = DAMPING
     samples: int = 256
     """Calibration samples a layer needs."""
+    trellis: int = 0
 
     name: ClassVar[str] = "second_order"
     wants_moments: ClassVar[bool] = True
@@ -56,6 +61,11 @@ class SecondOrder:
         if self.bits is not None:
             check_type("bits", self.bits, int)
             check_bits("bits", self.bits)
+        check_trellis(self.trellis)
+        if self.trellis and self.bits is not None:
+            raise PlanError(
+                f"bits is {self.bits}: a trellis of {self.trellis} states is for codes of one step"
+            )
         if self.step is not None and not 0 < self.step < inf:
             raise PlanError(f"step is {self.step}, expected a number above 0")
         least = self.tile >= 1 and self.samples >= 0
@@ -83,6 +93,9 @@ class SecondOrder:
         basis = tile_basis(rows, tile, sample) if tile > 1 else None
         posed = problem(rows, sample, basis, self.damping)
         encoded = encode_at(posed, self.step, weight, transposed_groups, self.price)
+        if self.trellis and len(rows) >= SHORTEST:
+            path = encode_at(posed, self.step, weight, transposed_groups, self.price, self.trellis)
+            encoded = min(encoded, path, key=coded_bytes)
         if tile != self.tile:
             return encoded.noted(
                 f"no basis: {self.tile} does not divide the {rows.shape[1]} weights of a filter"
@@ -109,22 +122,43 @@ class SecondOrder:
         return Encoded("scalar", tuple(weight.shape), weight.dtype, parts, {"codes": bits}, groups)
 
 
+def check_trellis(states: int) -> None:
+    check_type("trellis", states, int)
+    if states not in (0, *MEMORY):
+        raise PlanError(f"trellis is {states}, allowed are 0 and {' and '.join(map(str, MEMORY))} states")
+
+
+def stored_step(step: float, trellis: int, device: torch.device) -> Tensor:
+    """The step of the codes, (1, 1), for that of plain codes of equal error."""
+    return storable(torch.tensor([[step * FINE_STEP if trellis else step]], device=device))
+
+
 def encode_at(
-    posed: Problem, step: float, weight: Tensor, transposed_groups: int, price: float = HIGH_RATE
+    posed: Problem,
+    step: float,
+    weight: Tensor,
+    transposed_groups: int,
+    price: float = HIGH_RATE,
+    trellis: int = 0,
 ) -> Encoded:
     """The weight's codes at one step, as a scalar or a factors tensor."""
-    stored = storable(torch.tensor([[step]], device=posed.latent.device))
-    codes, _ = posed.round(stored.float().reshape(1), price)
+    stored = stored_step(step, trellis, posed.latent.device)
+    codes, _ = posed.round(stored.float().reshape(1), price, trellis)
     largest = float(codes.abs().max())
     if largest > code_range(MAX_STORED_BITS)[1]:
         raise PlanError(
             f"at step {step} codes go up to {largest:.3g}, expected a step at which {MAX_STORED_BITS} bits do"
         )
-    return as_encoded(codes[0], stored, posed.basis, weight, transposed_groups)
+    return as_encoded(codes[0], stored, posed.basis, weight, transposed_groups, trellis)
 
 
 def as_encoded(
-    codes: Tensor, step: Tensor, basis: Basis | None, weight: Tensor, transposed_groups: int
+    codes: Tensor,
+    step: Tensor,
+    basis: Basis | None,
+    weight: Tensor,
+    transposed_groups: int,
+    trellis: int = 0,
 ) -> Encoded:
     """Codes (groups, rows, K) of one step, (1, 1), as they are stored."""
     matrix = codes.flatten(0, 1)  # (out, K)
@@ -133,7 +167,8 @@ def as_encoded(
     shape = tuple(weight.shape)
     if basis is None:
         parts = {"codes": matrix.contiguous(), "scale": step}
-        return Encoded("scalar", shape, weight.dtype, parts, {"codes": bits}, transposed_groups)
+        widths = {"codes": bits}
+        return Encoded("scalar", shape, weight.dtype, parts, widths, transposed_groups, trellis=trellis)
     tile = len(basis.codes)
     parts = {
         "codebook": basis.codes.contiguous(),
@@ -142,4 +177,4 @@ def as_encoded(
         "latent_scale": step,
     }
     widths = {"codebook": CODEBOOK_BITS, "latent": bits}
-    return Encoded("factors", shape, weight.dtype, parts, widths, transposed_groups)
+    return Encoded("factors", shape, weight.dtype, parts, widths, transposed_groups, trellis=trellis)

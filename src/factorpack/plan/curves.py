@@ -26,6 +26,8 @@ class Curve:
     tile: int
     step_at_unit_slope: float
     """Steps of equal slope across weights are this times one number for the whole model."""
+    trellis: int = 0
+    """States of the trellis its codes are a path through; steps are those of plain codes of equal error."""
 
     def bytes_at(self, step: float) -> float:
         """Interpolated; below the finest step a halving costs a bit a weight, above the coarsest nothing changes."""

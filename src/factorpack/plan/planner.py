@@ -13,6 +13,7 @@ from factorpack.calibrate import Calibration
 from factorpack.errors import PlanError
 from factorpack.methods import Method
 from factorpack.methods.protocol import check_type
+from factorpack.methods.second_order import check_trellis
 from factorpack.plan.pose import Rounding
 from factorpack.source import Source
 
@@ -43,9 +44,12 @@ class Planner:
     price: float = 0.08
     """What a bit is worth, in squared steps: less than theory's ln 2 / 6, chosen on training images."""
     damping: float = 0.1
+    trellis: int = 0
+    """States, 4 or 8, of a trellis along which codes are chosen where that pays: smaller files, slower work."""
 
     def __post_init__(self) -> None:
         check_type("samples", self.samples, int)
+        check_trellis(self.trellis)
         if self.samples < 1 or not self.price >= 0 or not self.damping > 0:
             raise PlanError(
                 f"samples {self.samples}, price {self.price}, damping {self.damping}: "
@@ -54,7 +58,7 @@ class Planner:
 
     @property
     def rounding(self) -> Rounding:
-        return Rounding(self.price, self.damping, self.basis)
+        return Rounding(self.price, self.damping, self.basis, self.trellis)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
 import torch
 from torch import Tensor
 
-from factorpack.format.streams import estimated_part_bytes, split_of
+from factorpack.format.streams import coded_bytes
 from factorpack.methods.protocol import rows_of
-from factorpack.methods.second_order import as_encoded
+from factorpack.methods.second_order import as_encoded, stored_step
 from factorpack.plan.curves import Curve
 from factorpack.plan.search import Search
-from factorpack.quantize.uniform import storable
 from factorpack.record import Encoded, LayerMoments
 from factorpack.solve.code_length import HIGH_RATE
 from factorpack.solve.second_order import DAMPING, Problem, problem, tile_basis
 from factorpack.tiles import out_first_shape
+from factorpack.trellis import SHORTEST
 
 LARGE_TILES = (16, 256)
 """Tiles tried beside none and the kernel: a small one, and the paper's."""
@@ -34,6 +34,8 @@ class Rounding:
     price: float = HIGH_RATE
     damping: float = DAMPING
     basis: bool = True
+    trellis: int = 0
+    """States of the trellis that codes are a path through where that pays; 0: none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,16 +73,18 @@ class Posed:
     def _at(self, steps: list[float]) -> list[tuple[Encoded, float]]:
         device = self.problem.latent.device
         # Finer steps would need more than the 16 bits a code may have, feedback's growth allowed for.
-        finest = float(self.problem.latent.abs().max()) * 2.0**-14
-        stored = [storable(torch.tensor([[max(step, finest)]], device=device)) for step in steps]
+        trellis = self.rounding.trellis
+        finest = float(self.problem.latent.abs().max()) * 2.0 ** (-12 if trellis else -14)
+        stored = [stored_step(max(step, finest), trellis, device) for step in steps]
         exact = torch.tensor([float(step) for step in stored], device=device)
-        codes, errors = self.problem.round(exact, self.rounding.price)
+        codes, errors = self.problem.round(exact, self.rounding.price, trellis)
         if self.sensitivity is None:
             losses = errors / self.problem.latent.square().sum().clamp_min(1e-30)
         else:
             losses = errors * (self.sensitivity / 2)
+        like = (self.problem.basis, self.weight, self.transposed_groups, trellis)
         return [
-            (as_encoded(code, step, self.problem.basis, self.weight, self.transposed_groups), float(loss))
+            (as_encoded(code, step, *like), float(loss))
             for code, step, loss in zip(codes, stored, losses, strict=True)
         ]
 
@@ -108,22 +112,29 @@ def best_pose(
     bits: float,
     rounding: Rounding,
 ) -> Posed:
-    """The weight in the basis with the least loss + slope * bytes near `bits` a weight, C counted."""
-    best, least = None, float("inf")
-    reference = None
-    for tile in _tiles(weight, transposed_groups) if rounding.basis else [1]:
-        posed = pose(weight, transposed_groups, moments, sensitivity, tile, rounding)
-        if reference is None:
-            reference = middle_step(posed, bits) / posed.step_at_unit_slope()
+    """The weight in the basis with the least loss + slope * bytes near `bits` a weight, C counted.
+
+    Then, in that basis, along a trellis or not.
+    """
+    plain = replace(rounding, trellis=0)
+    poses = [
+        pose(weight, transposed_groups, moments, sensitivity, tile, plain)
+        for tile in (_tiles(weight, transposed_groups) if rounding.basis else [1])
+    ]
+    reference = middle_step(poses[0], bits) / poses[0].step_at_unit_slope()
+    # On curves of equal slope a bit is worth this much loss.
+    slope = rounding.price * reference**2
+    slope *= 0.5 if sensitivity is not None else 1.0 / weight.numel()
+
+    def cost(posed: Posed) -> float:
         ((encoded, loss),) = posed.at([reference * posed.step_at_unit_slope()])
-        # On curves of equal slope a bit is worth this much loss.
-        slope = rounding.price * reference**2
-        slope *= 0.5 if sensitivity is not None else 1.0 / weight.numel()
-        cost = loss + slope * 8 * coded_bytes(encoded)
-        if cost < least:
-            best, least = posed, cost
-    assert best is not None
-    return best
+        return loss + slope * 8 * coded_bytes(encoded)
+
+    best = min(poses, key=cost)
+    rows = out_first_shape(tuple(weight.shape), transposed_groups)[0]
+    if not rounding.trellis or rows < SHORTEST:
+        return best
+    return min(best, replace(best, rounding=rounding), key=cost)
 
 
 def curve(posed: Posed, bits: float) -> tuple[Curve, list[Encoded]]:
@@ -139,6 +150,7 @@ def curve(posed: Posed, bits: float) -> tuple[Curve, list[Encoded]]:
         posed.weight.numel(),
         posed.tile,
         posed.step_at_unit_slope(),
+        posed.rounding.trellis,
     )
     return predicted, [encoded for encoded, _ in found]
 
@@ -161,14 +173,6 @@ def middle_step(posed: Posed, bits: float) -> float:
     """The step at which a Gaussian of the latent's spread takes `bits` a number."""
     spread = float(posed.problem.latent.square().mean().sqrt())
     return max(spread, 1e-30) * float(2.0 ** (GAUSSIAN_BITS - max(bits, 0.5)))
-
-
-def coded_bytes(encoded: Encoded) -> int:
-    """A weight's bytes in the file, but for its line in the schema."""
-    return sum(
-        estimated_part_bytes(part, encoded.bits.get(name, 0), split_of(encoded, name))
-        for name, part in encoded.parts.items()
-    )
 
 
 def _tiles(weight: Tensor, transposed_groups: int) -> list[int]:

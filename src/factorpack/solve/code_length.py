@@ -115,10 +115,15 @@ def _table(codes: Tensor, row_class: Tensor, column_class: Tensor) -> Tensor:
         counted += torch.bincount(index.flatten(), minlength=len(counted))
     counts = counted.to(codes.dtype).reshape(batch, CLASSES, width)
     spots = torch.arange(-REACH, REACH + 1, device=codes.device, dtype=codes.dtype)
-    total = counts.sum(2, keepdim=True)
-    spread = ((counts * spots.abs()).sum(2, keepdim=True) + 0.05) / (total + 1.0)
+    return bits_of_counts(counts, spots.abs(), torch.ones_like(spots))
+
+
+def bits_of_counts(counts: Tensor, sizes: Tensor, ways: Tensor) -> Tensor:
+    """Bits of codes of some sizes from counts, (..., codes); a count may be of `ways` codes that are alike."""
+    total = counts.sum(-1, keepdim=True)
+    spread = ((counts * sizes).sum(-1, keepdim=True) + 0.05) / (total + 1.0)
     # The two-sided geometric law with this mean magnitude.
     decay = (torch.sqrt(1 + spread.square()) - 1) / spread
-    prior = decay.pow(spots.abs()) * (1 - decay) / (1 + decay)
+    prior = ways * decay.pow(sizes) * (1 - decay) / (1 + decay)
     weight = 8.0
-    return -torch.log2(((counts + weight * prior) / (total + weight)).clamp_min(2.0**-24))
+    return ways.log2() - torch.log2(((counts + weight * prior) / (total + weight)).clamp_min(2.0**-24))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from factorpack.solve.code_length import CodeLengths
+from factorpack.solve.trellis import TrellisLengths
 
 BLOCK = 128
 
@@ -53,6 +54,15 @@ def ridge(second: Tensor) -> Tensor:
     return torch.diag_embed(level[:, None].expand(-1, second.shape[-1]))
 
 
+def taken_over(factor: Tensor) -> Tensor:
+    """Of the variance of a rounding error, what each column has taken over when its turn comes: (batch, K).
+
+    Column i's error, w_i - q_i s, reaches column j times U_ij / U_ii.
+    """
+    shares = factor.triu(1) / factor.diagonal(dim1=1, dim2=2)[:, :, None]
+    return shares.square_().sum(1)
+
+
 def round_with_feedback(
     target: Tensor, factor: Tensor, step: Tensor, rounding: ColumnRounding = nearest
 ) -> tuple[Tensor, Tensor]:
@@ -82,6 +92,10 @@ def _round_block(
         from factorpack.solve.feedback_triton import round_block  # only where there is a GPU
 
         return round_block(block, factor, start, step, rounding)
+    if block.is_cuda and isinstance(rounding, TrellisLengths):
+        from factorpack.solve.trellis_triton import round_block as round_block_of_paths
+
+        return round_block_of_paths(block, factor, start, step, rounding)
     stop = start + block.shape[2]
     local = factor[:, start:stop, start:stop]
     codes, given = torch.empty_like(block), torch.empty_like(block)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from factorpack.quantize.uniform import code_range, from_codes, storable, to_codes
 from factorpack.record import LayerMoments
-from factorpack.solve.code_length import HIGH_RATE, fit_lengths
-from factorpack.solve.feedback import feedback_factor, ridge, round_with_feedback
+from factorpack.solve.code_length import HIGH_RATE, CodeLengths, fit_lengths
+from factorpack.solve.feedback import feedback_factor, ridge, round_with_feedback, taken_over
+from factorpack.solve.trellis import FINE_STEP, TrellisLengths, fit_trellis
 
 CODEBOOK_BITS = 8
 DAMPING = 0.03
@@ -44,10 +45,11 @@ class Problem:
             return self.latent.new_ones(len(self.latent), self.latent.shape[2])
         return self.factor.diagonal(dim1=1, dim2=2).pow(-2)
 
-    def round(self, steps: Tensor, price: float = HIGH_RATE) -> tuple[Tensor, Tensor]:
+    def round(self, steps: Tensor, price: float = HIGH_RATE, trellis: int = 0) -> tuple[Tensor, Tensor]:
         """Codes (steps, groups, rows, K) for some steps, (steps,), and the output error of each, (steps,).
 
-        A bit is worth `price` squared steps of error.
+        A bit is worth `price` squared steps of error. With the states of a `trellis` the codes are a path
+        through it, and a step is FINE_STEP of the plain one that the price is in.
         """
         count = len(steps)
         groups, rows, size = self.latent.shape
@@ -55,7 +57,10 @@ class Problem:
         latent = self.latent.repeat(count, 1, 1)
         # Few numbers teach little about code lengths: the groups of a depthwise layer share theirs.
         unit = latent.reshape(count, groups * rows, size) / steps[:, None, None]
-        lengths = fit_lengths(unit, price)
+        if trellis:
+            lengths: TrellisLengths | CodeLengths = fit_trellis(self._foreseen(unit), price, trellis)
+        else:
+            lengths = fit_lengths(unit, price)
         if self.factor is None:
             codes = lengths.all(unit)
             error = (unit - codes).square().sum((1, 2)) * steps.square()
@@ -64,9 +69,22 @@ class Problem:
             latent,
             self.factor.repeat(count, 1, 1),
             steps.repeat_interleave(groups)[:, None],
-            lengths.by_group(groups),
+            lengths if isinstance(lengths, TrellisLengths) else lengths.by_group(groups),
         )
         return codes.reshape(count, groups, rows, size), left.reshape(count, -1).sum(1)
+
+    def _foreseen(self, unit: Tensor) -> Tensor:
+        """Numbers (steps, rows, K), in steps of a path, as loud as rounding will meet them.
+
+        By then each column has taken over rounding errors of those before it, which in quiet columns are
+        most of what there is to code. They are as good as random.
+        """
+        if self.factor is None:
+            return unit
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(self.latent.shape, generator=generator).to(unit)
+        noise *= (taken_over(self.factor) / 12).sqrt()[:, None] / FINE_STEP
+        return unit + noise.flatten(0, 1)
 
 
 def problem(

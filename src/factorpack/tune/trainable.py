@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from factorpack.decode import LAYOUTS, codeword_indices, level_range, narrowed, summed_codewords
+from factorpack.errors import PlanError
 from factorpack.quantize.straight_through import fake_quantize, straight_through
 from factorpack.quantize.uniform import root_mean_square, to_codes
 from factorpack.record import Encoded
@@ -156,6 +157,7 @@ class TrainableFactors(nn.Module):
 
     def __init__(self, encoded: Encoded) -> None:
         super().__init__()
+        _check_free(encoded)
         self.like = encoded
         parts, bits = encoded.parts, encoded.bits
         mask = parts["latent"] != 0 if encoded.extra_zeros else None
@@ -192,6 +194,7 @@ class TrainableScalar(nn.Module):
 
     def __init__(self, encoded: Encoded) -> None:
         super().__init__()
+        _check_free(encoded)
         self.like = encoded
         codes, scale = encoded.parts["codes"], encoded.parts["scale"]
         mask = codes != 0 if encoded.extra_zeros else None
@@ -266,6 +269,14 @@ TRAINABLE: dict[
     "levels": TrainableLevels,
 }
 """Kinds that are trained in their packed form; kept tensors are trained as they are."""
+
+
+def _check_free(encoded: Encoded) -> None:
+    if encoded.trellis:
+        raise PlanError(
+            f"its codes are a path through a trellis of {encoded.trellis} states, and codes that are trained "
+            "leave it: compress without trellis"
+        )
 
 
 def _like(encoded: Encoded, parts: dict[str, Tensor]) -> Encoded:

@@ -1,0 +1,95 @@
+"""What a path through a trellis saves under error feedback, layer by layer, and what it costs in time.
+
+Bytes are the format's estimates (within 16 of the file), errors those of the layer's outputs under the
+moments of training images. A path and plain codes are compared at equal error, on the plain codes' curve.
+Seconds are of the processor, on one thread: they do not depend on what else a machine does.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from math import log2
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.data import imagenet_train, normalized, pretrained, shuffled
+from factorpack.calibrate import calibrate
+from factorpack.format import entropy, trellis
+from factorpack.format.streams import coded_bytes, split_of
+from factorpack.plan.pose import Posed, Rounding, best_pose, middle_step
+from factorpack.record import Encoded, LayerMoments
+
+OCTAVES = (-0.5, -0.25, 0.0, 0.25, 0.5)
+"""Steps of the plain curve; a path is tried at the middle one."""
+
+
+def run(model: str, samples: int, bits: list[float], states: list[int], layers: list[str]) -> dict[str, Any]:
+    """Percent of bytes saved at about `bits` a weight, for every layer and number of states."""
+    torch.set_num_threads(1)
+    net = pretrained(model)
+    images = shuffled(imagenet_train())[0][:samples]
+    calibration = calibrate(net, [normalized(batch) for batch in images.split(32)], samples)
+    rows = []
+    for layer in layers:
+        moments = calibration.moments([layer], net)[layer]
+        weight = net.get_submodule(layer).weight.detach()
+        for rate in bits:
+            rows.append({"layer": layer, **_row(weight, moments, rate, states)})
+            print(rows[-1], flush=True)
+    total = {f"{count} states": _mean(rows, count) for count in states}
+    return {"rows": rows, "mean_saved_percent": total}
+
+
+def _row(weight: Tensor, moments: LayerMoments, rate: float, states: list[int]) -> dict[str, Any]:
+    posed = best_pose(weight, 0, moments, 1.0, rate, Rounding())
+    middle = middle_step(posed, rate)
+    curve = posed.at([middle * 2.0**octave for octave in OCTAVES])
+    errors, sizes = [log2(loss) for _, loss in curve], [log2(coded_bytes(encoded)) for encoded, _ in curve]
+    plain, seconds = _timed(posed, middle)
+    row: dict[str, Any] = {
+        "shape": list(weight.shape),
+        "tile": posed.tile,
+        "bits_a_weight": 8 * coded_bytes(plain[0]) / weight.numel(),
+        "plain": {"seconds": seconds, "decode_ns_a_code": _decode_ns(plain[0])},
+    }
+    for count in states:
+        own = replace(posed, rounding=replace(posed.rounding, trellis=count))
+        (encoded, loss), seconds = _timed(own, middle)
+        fair = 2.0 ** float(np.interp(log2(loss), errors, sizes))
+        row[f"{count} states"] = {
+            "saved_percent": 100 * (1 - coded_bytes(encoded) / fair),
+            "error_beside_plain": loss / plain[1],
+            "seconds": seconds,
+            "decode_ns_a_code": _decode_ns(encoded),
+        }
+    return row
+
+
+def _timed(posed: Posed, step: float) -> tuple[tuple[Encoded, float], float]:
+    started = time.process_time()
+    (found,) = posed.at([step])
+    return found, round(time.process_time() - started, 2)
+
+
+def _decode_ns(encoded: Encoded) -> float:
+    """Time to read the codes from their stream."""
+    name = "latent" if "latent" in encoded.parts else "codes"
+    codes, split = encoded.parts[name].numpy(), split_of(encoded, name)
+    states = encoded.trellis
+    data = trellis.encode(codes, states, split) if states else entropy.encode(codes, split)
+    started = time.process_time()
+    back = trellis.decode(data, *codes.shape, states) if states else entropy.decode(data, *codes.shape)
+    nanoseconds = 1e9 * (time.process_time() - started) / codes.size
+    assert (back == codes).all()
+    return round(nanoseconds, 1)
+
+
+def _mean(rows: list[dict[str, Any]], states: int) -> float:
+    """Over weights, whose bits count alike."""
+    sizes = [np.prod(row["shape"]) * row["bits_a_weight"] for row in rows]
+    saved = [row[f"{states} states"]["saved_percent"] for row in rows]
+    return float(np.average(saved, weights=sizes))

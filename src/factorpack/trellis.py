@@ -1,0 +1,106 @@
+"""Dependent quantization: two quantizers, and a state machine that says which of them a number has.
+
+Q0 holds the even multiples of a step, Q1 the odd ones and zero: index k of quantizer q is the level
+2k - q sign(k). The parity of an index drives the machine, so a reader knows the quantizer of every number,
+and a path through the states packs levels as dense as the step at the price of codes half as dense. Paths
+run down the columns of a matrix, in segments of rows that all begin in state 0; a quiet column, of which
+nearly all is zero, gains nothing and has Q0 throughout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from factorpack.errors import FormatError
+
+MEMORY = {4: (0o5, 0o2), 8: (0o13, 0o4)}
+"""Parity checks h0 and h1 of Ungerboeck's amplitude codes, by the number of states."""
+LONGEST = 128
+"""Rows of a segment at most: longer ones gain little, and a reader takes as many steps."""
+SHORTEST = 16
+"""Rows below which a path has too few choices to gain anything."""
+
+Integers = NDArray[np.integer[Any]]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Machine:
+    """A state's quantizer, (S + 1,), and the state after each parity, (S + 1, 2); the last one is never left."""
+
+    quantizer: NDArray[np.uint8]
+    after: NDArray[np.uint8]
+
+    @property
+    def states(self) -> int:
+        """Those of a path, without the one in which quiet columns stay."""
+        return len(self.quantizer) - 1
+
+    def start(self, quiet: Flags, segments: int) -> NDArray[np.uint8]:
+        """The states before the first rows of all segments: (segments, columns)."""
+        return np.tile(np.where(quiet, np.uint8(self.states), np.uint8(0)), (segments, 1))
+
+    def step(self, states: Integers, indices: Integers) -> NDArray[np.uint8]:
+        """The states after some indices."""
+        return self.after.ravel()[2 * states.astype(np.intp) + (indices & 1)]
+
+
+@cache
+def machine(states: int) -> Machine:
+    """The observer form of a systematic encoder: its first register says the quantizer."""
+    memory = states.bit_length() - 1
+    h0, h1 = MEMORY[states]
+    after = np.full((states + 1, 2), states, np.uint8)
+    for state, parity in product(range(states), (0, 1)):
+        registers = [state >> memory - 1 - place & 1 for place in range(memory)] + [0]
+        moved = [
+            registers[place] ^ (h0 >> place & registers[0]) ^ (h1 >> place & parity)
+            for place in range(1, memory + 1)
+        ]
+        after[state, parity] = int("".join(map(str, moved)), 2)
+    quantizer = (np.arange(states + 1) >> memory - 1 & 1).astype(np.uint8)
+    return Machine(quantizer, after)
+
+
+def segment_rows(rows: int) -> int:
+    """Rows of a segment, so that segments are as equal as can be and none is longer than LONGEST.
+
+    >>> segment_rows(300), segment_rows(64)
+    (100, 64)
+    """
+    return -(-rows // -(-rows // LONGEST))
+
+
+def quiet_columns(levels: Integers) -> Flags:
+    """Columns without an odd level: they can do without a path."""
+    return np.asarray(~(levels & 1).any(0))
+
+
+def indices_of(levels: Integers, states: int, segment: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+    """The index and the quantizer of every level of (rows, columns); an error where they are no path.
+
+    Row r of all segments lies in rows r, r + segment, ...: they are done together.
+    """
+    of = machine(states)
+    indices, quantizer = np.empty(levels.shape, np.int32), np.empty(levels.shape, np.uint8)
+    state = of.start(quiet_columns(levels), -(-len(levels) // segment))
+    for row in range(min(segment, len(levels))):
+        level = levels[row::segment].astype(np.int32)
+        quantizer[row::segment] = q = of.quantizer[state[: len(level)]]
+        if ((level & 1 != q) & (level != 0)).any():
+            raise FormatError(f"the codes are no path through a trellis of {states} states")
+        indices[row::segment] = found = (level + q * np.sign(level)) >> 1
+        state[: len(level)] = of.step(state[: len(level)], found)
+    return indices, quantizer
+
+
+def levels_of(indices: Integers, quantizer: Integers) -> NDArray[np.int32]:
+    """The inverse of `indices_of`, once the quantizers are known."""
+    wide = indices.astype(np.int32)
+    return np.asarray(2 * wide - quantizer.astype(np.int32) * np.sign(wide))
