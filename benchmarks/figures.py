@@ -12,6 +12,8 @@ import matplotlib.pyplot as plt
 
 from benchmarks.tables import near
 from benchmarks.tables_common import ROOT, result
+from benchmarks.tables_compare import MODELS, points_of
+from factorpack.compare.figure import pareto as pareto_of_all
 
 FIGURES = ROOT / "docs" / "figures"
 INK, BLUE, ORANGE, GREY = "#222222", "#1f6fb4", "#d9731a", "#8a8a8a"
@@ -32,6 +34,7 @@ def main() -> None:
     _save(fewshot(), "fewshot")
     _save(planned(), "planned")
     _save(trained(), "trained")
+    _save(compared(), "compared")
     _save(curves(), "curves")
 
 
@@ -157,6 +160,21 @@ def _best(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
         if not best or score > best[-1][1]:
             best.append((ratio, score))
     return best[::-1]
+
+
+def compared() -> plt.Figure:
+    """Every method at the same sizes, without training."""
+    figure, panes = plt.subplots(1, 2, figsize=(10.4, 5.2), sharey=True)
+    for axes, (model, title) in zip(panes, MODELS.items(), strict=True):
+        points, original = points_of(model)
+        pareto_of_all(points, original["top1"], axes)
+        axes.set(title=title)
+    panes[0].set(ylabel="ImageNet top-1, %, 2,000 images", ylim=(-2, 76))
+    panes[1].set(ylabel="")
+    figure.legend(
+        *panes[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="lower center", ncols=5
+    )
+    return figure
 
 
 def trained() -> plt.Figure:

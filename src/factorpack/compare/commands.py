@@ -63,7 +63,7 @@ def compare(
 ) -> None:
     """Compress a model with every method at the same sizes, and measure what each file is worth.
 
-    Every method gets the settings whose file is the largest within each size. The folder then holds the
+    Every method gets the settings that come closest to the weights within each size. The folder then holds the
     files, a JSON a point, compare.json, compare.md, and the figure as PNG and SVG. Interrupted, the same
     command goes on from the points that are done.
 

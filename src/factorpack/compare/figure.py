@@ -23,50 +23,42 @@ def title_of(name: str) -> str:
     return "planned to a budget" if name == PLANNED else OPPONENTS[name].title
 
 
-def pareto(
-    points: Sequence[Point],
-    original: float | None,
-    measure: str = "top1",
-    axes: Any = None,
-    scale: float = 100.0,
-) -> Any:
-    """Draws on `axes`, or a new figure, and returns the figure. Names stand beside the lines' ends."""
-    plt = _pyplot()
-    figure = axes.figure if axes is not None else plt.figure(figsize=(9.6, 5.6))
-    axes = axes if axes is not None else figure.add_subplot()
-    names = [name for name in (PLANNED, *OPPONENTS) if any(point.method == name for point in points)]
-    known = [PLANNED, *OPPONENTS]
-    for name in names:
+def pareto(points: Sequence[Point], original: float | None, axes: Any = None) -> Any:
+    """Top-1 against the files' ratios, on `axes`, or in a new figure with a legend; returns the figure."""
+    alone = axes is None
+    if alone:
+        axes = _pyplot().figure(figsize=(9.6, 5.6)).add_subplot()
+    for place, name in enumerate((PLANNED, *OPPONENTS)):
         line = sorted(
-            (point.file_ratio, scale * point.measured[measure])
+            (point.file_ratio, 100 * point.measured["top1"])
             for point in points
-            if point.method == name and point.file and measure in point.measured
+            if point.method == name and point.file and "top1" in point.measured
         )
-        if not line:
-            continue
-        place = known.index(name)
-        style = {"color": COLOURS[place], "marker": MARKS[place], "ms": 6 if name == PLANNED else 4.5}
-        axes.plot(*zip(*line, strict=True), lw=2.2 if name == PLANNED else 1.1, label=title_of(name), **style)
-        if name == PLANNED:
-            for ratio, score in line:
-                axes.annotate(
-                    f"{score:.1f}", (ratio, score), xytext=(0, 7), textcoords="offset points",
-                    ha="center", fontsize=8, color=COLOURS[place], fontweight="bold",
-                )  # fmt: skip
+        if line:
+            _draw(axes, name, line, COLOURS[place], MARKS[place])
     if original is not None:
-        axes.axhline(scale * original, color=INK, lw=0.8, ls="--")
-        axes.annotate(
-            f"original {scale * original:.1f}", (1.0, scale * original), xycoords=("axes fraction", "data"),
-            ha="right", va="bottom", fontsize=8, color=INK,
-        )  # fmt: skip
-    axes.set(xlabel="times smaller than FP32, bytes on disk", ylabel=f"{measure}, %", xscale="log")
+        axes.axhline(100 * original, color=INK, lw=0.8, ls="--")
+        where = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
+        axes.annotate(f"original {100 * original:.1f}", (1.0, 100 * original), fontsize=8, color=INK, **where)
+    axes.set(xlabel="times smaller than FP32, bytes on disk", ylabel="top-1, %", xscale="log")
     ticks = sorted({point.asked_ratio for point in points})
     axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
     axes.minorticks_off()
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure
+    if alone:
+        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return axes.figure
+
+
+def _draw(axes: Any, name: str, line: Sequence[tuple[float, float]], colour: str, mark: str) -> None:
+    """A method's points; those of the planner are the larger ones and have their scores beside them."""
+    first = name == PLANNED
+    style = {"color": colour, "marker": mark, "ms": 6 if first else 4, "lw": 2.2 if first else 1.0}
+    axes.plot(*zip(*line, strict=True), label=title_of(name), zorder=3 if first else 2, **style)
+    for ratio, score in line if first else []:
+        place = {"xytext": (0, -13), "textcoords": "offset points", "ha": "center"}
+        axes.annotate(f"{score:.1f}", (ratio, score), fontsize=8, color=colour, fontweight="bold", **place)
 
 
 def save_figure(figure: Any, path: Path) -> list[Path]:

@@ -117,9 +117,9 @@ class Grid:
     def _start_of(self, name: str) -> nn.Module:
         return self._permuted if name != PLANNED and OPPONENTS[name].permutes else self.model
 
-    def _sized(self, model: nn.Module, method: Method) -> int:
+    def _sized(self, model: nn.Module, method: Method) -> tuple[int, float]:
         packed = self._small(compress(model, for_sizing(method), progress=False))
-        return file_bytes(dict(packed), packed.aliases)
+        return file_bytes(dict(packed), packed.aliases), _weight_error(model, packed)
 
     def _small(self, packed: Packed) -> Packed:
         """With norms folded and vectors in FP16, as the planner has them: no opponent pays for FP32 leftovers."""
@@ -223,7 +223,8 @@ class Grid:
 def compare(model: nn.Module, ratios: Sequence[float], folder: str | Path, **settings: Any) -> list[Point]:
     """Compresses a model with every method at every ratio, into files in `folder`, and measures them.
 
-    Each method gets the settings whose file is the largest within the size; the point has the real ratio.
+    Each method gets the settings whose file is the largest within the size, and the closest to the weights
+    where several kinds of settings have one; the point has the real ratio.
     Batch norms are folded and vectors halved for all, as the planner does. `settings` are `Grid`'s: methods,
     calibration, evaluate, train, schedule, planner. Interrupted, it goes on from the points that are there.
 

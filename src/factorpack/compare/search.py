@@ -1,4 +1,4 @@
-"""Which rung of a ladder makes the largest file within a number of bytes."""
+"""Which settings do best within a number of bytes: the highest rung of each ladder, then the closest of them."""
 
 from __future__ import annotations
 
@@ -6,38 +6,42 @@ from collections.abc import Callable, Sequence
 
 from factorpack.methods import Method
 
-SizeOf = Callable[[Method], int]
+Measure = Callable[[Method], tuple[int, float]]
+"""Settings -> the bytes of their file, and the error of its weights."""
 
 
 class Ladders:
-    """Ladders of one method, and the sizes found on them so far."""
+    """Ladders of one method, and what has been measured on them so far."""
 
-    def __init__(self, ladders: Sequence[Sequence[Method]], size_of: SizeOf) -> None:
-        self._ladders, self._size_of = ladders, size_of
-        self._known: dict[tuple[int, int], int] = {}
+    def __init__(self, ladders: Sequence[Sequence[Method]], measure: Measure) -> None:
+        self._ladders, self._measure = ladders, measure
+        self._known: dict[tuple[int, int], tuple[int, float]] = {}
 
     def within(self, max_bytes: int) -> Method | None:
-        """The setting with the largest file of at most `max_bytes`, over all ladders; None if there is none."""
-        best: tuple[int, Method] | None = None
-        for number, ladder in enumerate(self._ladders):
-            rung = self._highest(number, len(ladder), max_bytes)
-            if rung is not None and (best is None or self._size(number, rung) > best[0]):
-                best = self._size(number, rung), ladder[rung]
-        return None if best is None else best[1]
+        """Of each ladder's largest file of at most `max_bytes`, the closest; None if there is none."""
+        rungs = {
+            number: rung
+            for number, ladder in enumerate(self._ladders)
+            if (rung := self._highest(number, len(ladder), max_bytes)) is not None
+        }
+        if not rungs:
+            return None
+        best = min(rungs, key=lambda number: self._found(number, rungs[number])[1])
+        return self._ladders[best][rungs[best]]
 
     def smallest(self) -> int:
         """Bytes of the smallest file there is."""
-        return min(self._size(number, 0) for number in range(len(self._ladders)))
+        return min(self._found(number, 0)[0] for number in range(len(self._ladders)))
 
     def _highest(self, number: int, rungs: int, max_bytes: int) -> int | None:
         """Bisection, because files grow along a ladder."""
         low, high = -1, rungs
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._size(number, middle) <= max_bytes else (low, middle)
+            low, high = (middle, high) if self._found(number, middle)[0] <= max_bytes else (low, middle)
         return low if low >= 0 else None
 
-    def _size(self, number: int, rung: int) -> int:
+    def _found(self, number: int, rung: int) -> tuple[int, float]:
         if (number, rung) not in self._known:
-            self._known[number, rung] = self._size_of(self._ladders[number][rung])
+            self._known[number, rung] = self._measure(self._ladders[number][rung])
         return self._known[number, rung]
