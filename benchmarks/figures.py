@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 from benchmarks.tables import near
 from benchmarks.tables_common import ROOT, result
 from benchmarks.tables_compare import MODELS, points_of
-from factorpack.compare.figure import pareto as pareto_of_all
+from factorpack.comparison.figure import pareto as pareto_of_all
 
 FIGURES = ROOT / "docs" / "figures"
 INK, BLUE, ORANGE, GREY = "#222222", "#1f6fb4", "#d9731a", "#8a8a8a"

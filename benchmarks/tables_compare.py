@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.tables_common import markdown, result, source
-from factorpack.compare import Point
-from factorpack.compare.figure import title_of
+from factorpack.comparison import Point
+from factorpack.comparison.figure import title_of
 
 MODELS = {"resnet18": "ResNet18", "mobilenet_v2": "MobileNetV2"}
 

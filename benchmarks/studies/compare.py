@@ -1,4 +1,4 @@
-"""Every method at the same sizes, through `factorpack.compare`: without training, or fine-tuned on CIFAR-10."""
+"""Every method at the same sizes, through `factorpack.comparison`: without training, or fine-tuned on CIFAR-10."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from benchmarks.data import (
 )
 from benchmarks.measure import fidelity, predictions
 from benchmarks.training import Augmented, Case, cifar_net, device, spread
-from factorpack.compare import Grid
-from factorpack.compare.opponents import chosen
+from factorpack.comparison import Grid
+from factorpack.comparison.opponents import chosen
 from factorpack.plan.planner import Planner
 from factorpack.tune.schedule import Schedule
 

@@ -7,9 +7,26 @@
 """
 
 from factorpack.calibrate import calibrate
+from factorpack.comparison import compare
 from factorpack.decode import decode
 from factorpack.errors import FactorpackError, FormatError, PlanError, SourceError, WeightError
-from factorpack.methods import AQ, BGD, PQF, QSPCA, VQ, Keep, Scalar, SecondOrder
+from factorpack.methods import (
+    AQ,
+    BGD,
+    LSQ,
+    PQF,
+    QSPCA,
+    SVD,
+    TTQ,
+    VQ,
+    ABCNet,
+    Keep,
+    NNCodec,
+    Prune,
+    Scalar,
+    SecondOrder,
+    SpatialSVD,
+)
 from factorpack.model import Packed, compress, compress_to, export, load, save
 from factorpack.plan.planner import Planner
 from factorpack.record import Encoded
@@ -22,23 +39,31 @@ __version__ = "0.1.0"
 __all__ = [
     "AQ",
     "BGD",
+    "LSQ",
     "PQF",
     "QSPCA",
+    "SVD",
+    "TTQ",
     "VQ",
+    "ABCNet",
     "Encoded",
     "FactorpackError",
     "FormatError",
     "Keep",
+    "NNCodec",
     "Packed",
     "PlanError",
     "Planner",
     "ProjectedGradient",
+    "Prune",
     "Scalar",
     "Schedule",
     "SecondOrder",
     "SourceError",
+    "SpatialSVD",
     "WeightError",
     "calibrate",
+    "compare",
     "compress",
     "compress_to",
     "decode",

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 import factorpack as fp
-from factorpack.compare.commands import compare
+from factorpack.comparison.commands import compare
 from factorpack.demo import demo
 from factorpack.errors import FactorpackError, PlanError
 from factorpack.methods import METHODS, Method, from_fields

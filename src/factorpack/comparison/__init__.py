@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from factorpack.compare.grid import Grid, Point, compare
-from factorpack.compare.opponents import OPPONENTS, PLANNED
+from factorpack.comparison.grid import Grid, Point, compare
+from factorpack.comparison.opponents import OPPONENTS, PLANNED
 
 __all__ = ["OPPONENTS", "PLANNED", "Grid", "Point", "compare"]

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from factorpack.compare.figure import pareto, save_figure, title_of
-from factorpack.compare.grid import Grid, Point
-from factorpack.compare.opponents import OPPONENTS, PLANNED
+from factorpack.comparison.figure import pareto, save_figure, title_of
+from factorpack.comparison.grid import Grid, Point
+from factorpack.comparison.opponents import OPPONENTS, PLANNED
 from factorpack.errors import PlanError
 from factorpack.format.atomic import atomic_write
 from factorpack.plan.planner import Planner

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factorpack.compare.opponents import OPPONENTS, PLANNED, chosen
-from factorpack.compare.search import Ladders
+from factorpack.comparison.opponents import OPPONENTS, PLANNED, chosen
+from factorpack.comparison.search import Ladders
 from factorpack.errors import PlanError
 from factorpack.methods import Method, Scalar
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from factorpack.compare.grid import Point
-from factorpack.compare.opponents import OPPONENTS, PLANNED
+from factorpack.comparison.grid import Point
+from factorpack.comparison.opponents import OPPONENTS, PLANNED
 from factorpack.errors import PlanError
 
 INK = "#222222"

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import factorpack as fp
-from factorpack.compare import OPPONENTS, PLANNED, Grid, Point, compare
-from factorpack.compare.commands import markdown
-from factorpack.compare.figure import pareto, save_figure
+from factorpack.comparison import OPPONENTS, PLANNED, Grid, Point, compare
+from factorpack.comparison.commands import markdown
+from factorpack.comparison.figure import pareto, save_figure
 from factorpack.errors import PlanError
 from factorpack.plan.planner import Planner
 from factorpack.tune.schedule import Schedule

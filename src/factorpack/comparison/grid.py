@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from factorpack.budget import budget_bytes
-from factorpack.compare.opponents import OPPONENTS, PLANNED, chosen, for_sizing, without_data
-from factorpack.compare.search import Ladders
+from factorpack.comparison.opponents import OPPONENTS, PLANNED, chosen, for_sizing, without_data
+from factorpack.comparison.search import Ladders
 from factorpack.decode import decode
 from factorpack.errors import PlanError
 from factorpack.format.atomic import atomic_write
