@@ -82,15 +82,15 @@ def test_decode_inverts_encode(codes: np.ndarray, data: st.DataObject):
 def test_the_split_view_and_back(shape: tuple[int, int, int]):
     """(k, n) is read as (k, s, n/s), permuted to (s, n/s, k)."""
     matrix = np.arange(np.prod(shape)).astype(np.uint16).reshape(shape[0], -1)
-    view = entropy._viewed(matrix, shape[1])
+    view = entropy.viewed(matrix, shape[1])
     assert (view == matrix.reshape(shape).transpose(1, 2, 0).reshape(shape[1], -1)).all()
-    assert (entropy._unviewed(view, shape[1], shape[0]) == matrix).all()
+    assert (entropy.unviewed(view, shape[1], shape[0]) == matrix).all()
 
 
 @given(st.integers(-32768, 32767), st.integers(1, 65536))
 def test_symbols_are_codes_by_size(low: int, size: int):
     size = min(size, 32768 - low)
-    assert entropy._order(low, size).tolist() == sorted(range(low, low + size), key=lambda c: (abs(c), c))
+    assert entropy.code_order(low, size).tolist() == sorted(range(low, low + size), key=lambda c: (abs(c), c))
 
 
 def model(frequencies: np.ndarray, lazy: bool) -> object:
@@ -152,7 +152,7 @@ def test_the_message_is_as_short_as_its_models_allow():
 @given(st.integers(1, 32), st.integers(1, 32), st.data())
 def test_any_number_of_classes_can_be_read(rows: int, columns: int, data: st.DataObject):
     """The writer chooses; a reader takes what the header says."""
-    header = entropy._Header(8, -1, 2, rows, columns, 0)
+    header = entropy.Header(8, -1, 2, rows, columns, 0)
     even = np.full((1, 2), 128)
     spread = [tables.normalized(np.ones((1, each), np.int64), 8) for each in (rows, columns)]
     classing = Classing(
@@ -167,10 +167,10 @@ def test_any_number_of_classes_can_be_read(rows: int, columns: int, data: st.Dat
     coder = constriction.stream.stack.AnsCoder()
     for places in reversed(entropy._blocks(classing, len(models))):
         pieces = [ordered[place].ravel() for place in places]
-        entropy._push(coder, np.concatenate([*pieces, ordered[:0].ravel()]), even[0])
-    entropy._push(coder, classing.columns, spread[1][0])
-    entropy._push(coder, classing.rows, spread[0][0])
-    stream = entropy._write_header(header) + tables.write_tables(spread, models, 8)
+        entropy.push(coder, np.concatenate([*pieces, ordered[:0].ravel()]), even[0])
+    entropy.push(coder, classing.columns, spread[1][0])
+    entropy.push(coder, classing.rows, spread[0][0])
+    stream = entropy.write_header(header) + tables.write_tables(spread, models, 8)
     stream += coder.get_compressed().astype("<u4").tobytes()
     expected = [[(0, -1)[symbol] for symbol in row] for row in symbols.tolist()]
     assert entropy.decode(stream, 5, 7).tolist() == expected

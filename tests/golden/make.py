@@ -53,7 +53,31 @@ def tensors() -> dict[str, Encoded]:
         **_constants(),
         **_levels(),
         "spatial.weight": _spatial(),
+        "sums.weight": _sums(),
+        "path.weight": _path(),
     }
+
+
+def _sums() -> Encoded:
+    """Codewords of two stages of five, 140 numbers in 24 tiles of 6, the last not full."""
+    book = torch.tensor([[(hashed(6 * i + j, 11) % 64 - 32) / 16 for j in range(6)] for i in range(10)])
+    index = [[hashed(24 * stage + tile, 12) % 5 - 4 for tile in range(24)] for stage in range(2)]
+    parts = {"codebook": book.half(), "indices": torch.tensor(index, dtype=torch.int8)}
+    return Encoded("codewords", (14, 10), torch.float32, parts, {"indices": 3})
+
+
+def _path() -> Encoded:
+    """A path through a trellis of 4 states, 20 rows in a segment, with a column that has none."""
+    after = ((0, 2), (2, 0), (1, 3), (3, 1))
+    found = [[0] * 40 for _ in range(20)]
+    for column in range(40):
+        state = 0
+        for row in range(20):
+            index = 0 if column == 7 else hashed(40 * row + column, 13) % 7 - 3
+            found[row][column] = 2 * index - (state >> 1) * ((index > 0) - (index < 0))
+            state = after[state][index & 1]
+    parts = {"codes": torch.tensor(found, dtype=torch.int8), "scale": torch.full((1, 1), 2.0**-5).half()}
+    return Encoded("scalar", (20, 40), torch.float32, parts, {"codes": 4}, trellis=4)
 
 
 def _conv() -> Encoded:

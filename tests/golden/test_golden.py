@@ -39,6 +39,8 @@ def exact(encoded: Encoded) -> Tensor:
         levels = _spread(parts["levels"], len(parts["codes"]), len(parts["levels"][0]))
         rows = zip(parts["codes"], levels, strict=True)
         flat = [row_levels[int(code) + len(row_levels) // 2] for row, row_levels in rows for code in row]
+    elif encoded.kind == "codewords":
+        flat = _summed(parts, 1 << (encoded.bits["indices"] - 1))[:numel]
     elif encoded.kind == "spatial":
         flat = _by_output(_product(parts, len(parts["latent"][0])), encoded.shape)
     else:
@@ -68,6 +70,17 @@ def _product(parts: dict[str, list[list[Fraction]]], tiles: int) -> list[Fractio
             for k, code in enumerate(codebook_row):
                 total += code * codebook_scale[0][k] * parts["latent"][k][tile] * latent_scale[k][tile]
             flat.append(total)
+    return flat
+
+
+def _summed(parts: dict[str, list[list[Fraction]]], half: int) -> list[Fraction]:
+    """Tile after tile: the sum over stages of the rows that their indices name."""
+    stages, book = parts["indices"], parts["codebook"]
+    count = len(book) // len(stages)
+    flat = []
+    for indices in zip(*stages, strict=True):
+        rows = [book[stage * count + int(index) + half] for stage, index in enumerate(indices)]
+        flat += [sum(numbers, Fraction(0)) for numbers in zip(*rows, strict=True)]
     return flat
 
 
@@ -128,10 +141,11 @@ def test_writer_writes_the_same_schema_and_data(tmp_path: Path):
 def test_every_oddity_is_in_it():
     document = take_apart(GOLDEN.read_bytes()).document
     rows = document["tensors"]
-    assert {part[0] for row in rows for part in row["parts"].values()} == {"raw", "packed", "ans"}
+    assert {part[0] for row in rows for part in row["parts"].values()} == {"raw", "packed", "ans", "trellis"}
     assert {row["kind"] for row in rows} == {
         "factors",
         "spatial",
+        "codewords",
         "scalar",
         "levels",
         "keep",

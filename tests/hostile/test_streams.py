@@ -151,13 +151,13 @@ def test_hostile_messages(tmp_path: Path, change: Change, message: str):
 
 def message_for(codes: np.ndarray, other: bytes = MESSAGE) -> bytes:
     """The message the golden latent's own tables give to codes, and to the classes at a message's head."""
-    classes = entropy._pop(entropy._coder(other), 8, OWN_TABLES[0])
-    order = entropy._order(-4, 8).tolist()
+    classes = entropy.pop(entropy.coder_of(other), 8, OWN_TABLES[0])
+    order = entropy.code_order(-4, 8).tolist()
     symbols = np.array([[order.index(code) for code in row] for row in codes.tolist()])
     coder = constriction.stream.stack.AnsCoder()
     for number in reversed(range(CLASSES)):
-        entropy._push(coder, symbols[classes == number].ravel(), OWN_TABLES[2 + number])
-    entropy._push(coder, classes, OWN_TABLES[0])
+        entropy.push(coder, symbols[classes == number].ravel(), OWN_TABLES[2 + number])
+    entropy.push(coder, classes, OWN_TABLES[0])
     return coder.get_compressed().astype("<u4").tobytes()
 
 

@@ -25,9 +25,9 @@ _NARROW, _WIDE, _SPLIT = struct.Struct("<BbBBB"), struct.Struct("<BhHBB"), struc
 _WIDE_FLAG, _SPLIT_FLAG, _TOTAL_MASK = 32, 64, 31
 _FEW_CODES = 128
 """Too few for classes to pay."""
-_MANY_CODES = 1 << 20
+MANY_CODES = 1 << 20
 """Enough for classes of half the width to pay."""
-_TOTALS = (8, 10, 12, 14, 16)
+TOTALS = (8, 10, 12, 14, 16)
 
 Codes = NDArray[np.signedinteger]
 _Kind = TypeVar("_Kind", bound=np.integer[Any])
@@ -36,7 +36,7 @@ Coder = Any
 
 
 @dataclass(frozen=True, slots=True)
-class _Header:
+class Header:
     """Everything before the tables."""
 
     total_bits: int
@@ -48,7 +48,7 @@ class _Header:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class Plan:
     """One way to write a matrix: its view, the classes, and counts of row classes, column classes and codes."""
 
     split: int
@@ -73,49 +73,49 @@ class _Plan:
 
 def encode(codes: Codes, split: int = 0) -> bytes:
     """Entropy codes a matrix of at least one code, (r, n); `split` is the number of rows of another view."""
-    low, order, symbols = _numbered(codes)
+    low, order, symbols = numbered(codes)
     plan, total_bits, _ = _best(symbols, len(order), split)
     classing, whole = plan.classing, plan.tables(total_bits)
-    ordered = _viewed(symbols, plan.split)[np.argsort(classing.rows, kind="stable")]
+    ordered = viewed(symbols, plan.split)[np.argsort(classing.rows, kind="stable")]
     ordered = ordered[:, np.argsort(classing.columns, kind="stable")]
     coder = constriction.stream.stack.AnsCoder()
     for places, frequencies in reversed(list(zip(_blocks(classing, classing.models), whole[2], strict=True))):
-        _push(coder, np.concatenate([ordered[place].ravel() for place in places]), frequencies)
-    _push(coder, classing.columns, whole[1][0])
-    _push(coder, classing.rows, whole[0][0])
-    header = _Header(total_bits, low, len(order), whole[0].size, whole[1].size, plan.split)
+        push(coder, np.concatenate([ordered[place].ravel() for place in places]), frequencies)
+    push(coder, classing.columns, whole[1][0])
+    push(coder, classing.rows, whole[0][0])
+    header = Header(total_bits, low, len(order), whole[0].size, whole[1].size, plan.split)
     words: NDArray[np.uint32] = coder.get_compressed()
     written = tables.write_tables(whole[:2], whole[2], total_bits)
-    return _write_header(header) + written + words.astype("<u4").tobytes()
+    return write_header(header) + written + words.astype("<u4").tobytes()
 
 
 def estimated_bytes(codes: Codes, split: int = 0) -> int:
     """Length of `encode`'s stream, within 16 bytes, without coding anything."""
-    low, order, symbols = _numbered(codes)
+    low, order, symbols = numbered(codes)
     plan, total_bits, bits = _best(symbols, len(order), split)
-    header = _Header(total_bits, low, len(order), 1, 1, plan.split)
-    return len(_write_header(header)) + int(bits) // 8 + 4  # half a word is lost at the end, on average
+    header = Header(total_bits, low, len(order), 1, 1, plan.split)
+    return len(write_header(header)) + int(bits) // 8 + 4  # half a word is lost at the end, on average
 
 
 def decode(data: bytes, rows: int, columns: int) -> Codes:
     """The inverse of `encode`."""
-    header, start = _read_header(data)
+    header, start = read_header(data)
     if header.split and columns % header.split:
         raise FormatError(f"{columns} columns cannot be split into {header.split} parts")
     classes = (header.row_classes, header.column_classes)
     (of_rows, of_columns, *models), taken = tables.read_tables(
         data[start:], classes, sum(classes) - 1, header.symbols, header.total_bits
     )
-    coder = _coder(data[start + taken :])
+    coder = coder_of(data[start + taken :])
     height = header.split or rows
-    classing = Classing(_pop(coder, height, of_rows), _pop(coder, rows * columns // height, of_columns))
+    classing = Classing(pop(coder, height, of_rows), pop(coder, rows * columns // height, of_columns))
     symbols = _pop_matrix(coder, classing, models, _held(header.symbols))
     if not coder.is_empty():
         raise FormatError("an entropy-coded message is longer than its codes")
-    return _order(header.low, header.symbols)[_unviewed(symbols, header.split, rows)]
+    return code_order(header.low, header.symbols)[unviewed(symbols, header.split, rows)]
 
 
-def _coder(data: bytes) -> Coder:
+def coder_of(data: bytes) -> Coder:
     if len(data) % 4:
         raise FormatError(f"an entropy-coded message of {len(data)} bytes is cut short")
     try:
@@ -131,7 +131,7 @@ def _pop_matrix(
     ordered: Symbols = np.empty((len(classing.rows), len(classing.columns)), held)
     for places, frequencies in zip(_blocks(classing, len(models)), models, strict=True):
         counts = [ordered[place].size for place in places]
-        found, at = _pop(coder, sum(counts), frequencies), 0
+        found, at = pop(coder, sum(counts), frequencies), 0
         for place, count in zip(places, counts, strict=True):
             ordered[place] = found[at : at + count].reshape(ordered[place].shape)
             at += count
@@ -152,14 +152,14 @@ def _blocks(classing: Classing, models: int) -> list[list[tuple[slice, slice]]]:
     return places
 
 
-def _push(coder: Coder, symbols: NDArray[np.integer], frequencies: Counts) -> None:
+def push(coder: Coder, symbols: NDArray[np.integer], frequencies: Counts) -> None:
     """Puts symbols before all that the message already holds."""
     size = int(tables.used(frequencies[None])[0])
     if size > 1 and symbols.size:
         coder.encode_reverse(symbols.astype(np.int32), tables.model(frequencies[:size]))
 
 
-def _pop(coder: Coder, count: int, frequencies: Counts) -> NDArray[np.int32]:
+def pop(coder: Coder, count: int, frequencies: Counts) -> NDArray[np.int32]:
     """The next symbols of a message; a table of one symbol codes them to nothing."""
     if len(frequencies) == 1 or count == 0:
         return np.zeros(count, np.int32)
@@ -167,19 +167,19 @@ def _pop(coder: Coder, count: int, frequencies: Counts) -> NDArray[np.int32]:
     return found
 
 
-def _best(symbols: Symbols, size: int, split: int) -> tuple[_Plan, int, float]:
+def _best(symbols: Symbols, size: int, split: int) -> tuple[Plan, int, float]:
     """The shortest plan found, its total, and its bits without the header."""
     choices = [
         (plan.bits(total_bits), number, total_bits, plan)
         for number, plan in enumerate(_plans(symbols, size, split))
-        for total_bits in _TOTALS
+        for total_bits in TOTALS
         if plan.fits(total_bits)
     ]
     bits, _, total_bits, plan = min(choices, key=lambda choice: choice[:3])
     return plan, total_bits, bits
 
 
-def _plans(symbols: Symbols, size: int, split: int) -> Iterator[_Plan]:
+def _plans(symbols: Symbols, size: int, split: int) -> Iterator[Plan]:
     """One model; classes of rows as the matrix stands; classes of rows and columns of the view."""
     single = one_class(*symbols.shape)
     if symbols.size < max(_FEW_CODES, 4 * size):  # tables would outweigh the codes
@@ -189,27 +189,27 @@ def _plans(symbols: Symbols, size: int, split: int) -> Iterator[_Plan]:
     counts = class_counts(symbols, rows, size)
     yield _plan(0, single, counts.sum(0, keepdims=True))
     yield _plan(0, rows, counts)
-    view = _viewed(symbols, split)
-    both = fit_classes(view, 0.25 if symbols.size >= _MANY_CODES else 0.5)
+    view = viewed(symbols, split)
+    both = fit_classes(view, 0.25 if symbols.size >= MANY_CODES else 0.5)
     yield _plan(split, both, class_counts(view, both, size))
 
 
-def _plan(split: int, classing: Classing, counts: Counts) -> _Plan:
-    return _Plan(
+def _plan(split: int, classing: Classing, counts: Counts) -> Plan:
+    return Plan(
         split, classing, [np.bincount(classing.rows)[None], np.bincount(classing.columns)[None], counts]
     )
 
 
-def _numbered(codes: Codes) -> tuple[int, Codes, Symbols]:
+def numbered(codes: Codes) -> tuple[int, Codes, Symbols]:
     """The lowest code, the code of each symbol, and the codes as symbols."""
     low, high = int(codes.min()), int(codes.max())
-    order = _order(low, high - low + 1)
+    order = code_order(low, high - low + 1)
     symbol_of = np.empty(len(order), _held(len(order)))
     symbol_of[order.astype(np.int64) - low] = np.arange(len(order))
     return low, order, symbol_of[codes.astype(np.int64) - low]
 
 
-def _order(low: int, size: int) -> Codes:
+def code_order(low: int, size: int) -> Codes:
     """Codes from `low` on in the order of their size, the negative one of a pair first."""
     codes = np.arange(low, low + size)
     narrow = np.int8 if low >= -128 and low + size <= 128 else np.int16
@@ -220,17 +220,17 @@ def _held(size: int) -> type[np.uint8] | type[np.uint16]:
     return np.uint8 if size <= 256 else np.uint16
 
 
-def _viewed(matrix: NDArray[_Kind], split: int) -> NDArray[_Kind]:
+def viewed(matrix: NDArray[_Kind], split: int) -> NDArray[_Kind]:
     """(k, n) as (s, n/s * k): transposed, and all that belongs to one of s parts of the columns in a row."""
     return matrix.T.reshape(split, -1) if split else matrix
 
 
-def _unviewed(matrix: NDArray[_Kind], split: int, rows: int) -> NDArray[_Kind]:
-    """The inverse of `_viewed` for a matrix of `rows` rows."""
+def unviewed(matrix: NDArray[_Kind], split: int, rows: int) -> NDArray[_Kind]:
+    """The inverse of `viewed` for a matrix of `rows` rows."""
     return np.ascontiguousarray(matrix.reshape(-1, rows).T) if split else matrix
 
 
-def _write_header(header: _Header) -> bytes:
+def write_header(header: Header) -> bytes:
     is_wide = header.low < -128 or header.low + header.symbols > 128
     flags = header.total_bits | (_WIDE_FLAG if is_wide else 0) | (_SPLIT_FLAG if header.split else 0)
     fields = (header.low, header.symbols - 1, header.row_classes - 1, header.column_classes - 1)
@@ -238,7 +238,7 @@ def _write_header(header: _Header) -> bytes:
     return data + (_SPLIT.pack(header.split) if header.split else b"")
 
 
-def _read_header(data: bytes) -> tuple[_Header, int]:
+def read_header(data: bytes) -> tuple[Header, int]:
     """The header and its length."""
     flags = data[0] if data else 0
     layout = _WIDE if flags & _WIDE_FLAG else _NARROW
@@ -263,4 +263,4 @@ def _read_header(data: bytes) -> tuple[_Header, int]:
         raise FormatError(
             f"{row_classes + 1} and {column_classes + 1} classes for codes {low} to {low + symbols}"
         )
-    return _Header(total_bits, low, symbols + 1, row_classes + 1, column_classes + 1, split), length
+    return Header(total_bits, low, symbols + 1, row_classes + 1, column_classes + 1, split), length

@@ -26,10 +26,10 @@ _SEGMENT = struct.Struct("<H")
 
 def encode(codes: Codes, states: int, split: int = 0) -> bytes:
     """Entropy codes a matrix, (r, n), whose view of `split` rows is a path; an error where it is none."""
-    levels = entropy._viewed(codes, split).astype(np.int32)
+    levels = entropy.viewed(codes, split).astype(np.int32)
     segment = max(segment_rows(len(levels)), LEAST_ROWS)
     indices, quantizer = indices_of(levels, states, segment)
-    low, order, symbols = entropy._numbered(indices)
+    low, order, symbols = entropy.numbered(indices)
     quiet = quiet_columns(levels)
     plan, total_bits, _ = _best(symbols, len(order), quantizer, quiet)
     whole = plan.tables(total_bits)
@@ -40,14 +40,14 @@ def encode(codes: Codes, states: int, split: int = 0) -> bytes:
         at = picked.size
         for model in reversed(range(len(sizes))):
             own = picked[at - sizes[model] : at]
-            entropy._push(coder, symbols[row::segment].ravel()[own], whole[2][model])
+            entropy.push(coder, symbols[row::segment].ravel()[own], whole[2][model])
             at -= sizes[model]
-    entropy._push(coder, 2 * plan.classing.columns + ~quiet, whole[1][0])
-    entropy._push(coder, plan.classing.rows, whole[0][0])
-    header = entropy._Header(total_bits, low, len(order), whole[0].size, whole[1].size // 2, split)
+    entropy.push(coder, 2 * plan.classing.columns + ~quiet, whole[1][0])
+    entropy.push(coder, plan.classing.rows, whole[0][0])
+    header = entropy.Header(total_bits, low, len(order), whole[0].size, whole[1].size // 2, split)
     words: NDArray[np.uint32] = coder.get_compressed()
     return (
-        entropy._write_header(header)
+        entropy.write_header(header)
         + _SEGMENT.pack(segment)
         + tables.write_tables(whole[:2], whole[2], total_bits)
         + words.astype("<u4").tobytes()
@@ -56,17 +56,17 @@ def encode(codes: Codes, states: int, split: int = 0) -> bytes:
 
 def estimated_bytes(codes: Codes, states: int, split: int = 0) -> int:
     """Length of `encode`'s stream, within 16 bytes, without coding anything."""
-    levels = entropy._viewed(codes, split).astype(np.int32)
+    levels = entropy.viewed(codes, split).astype(np.int32)
     indices, quantizer = indices_of(levels, states, segment_rows(len(levels)))
-    low, order, symbols = entropy._numbered(indices)
+    low, order, symbols = entropy.numbered(indices)
     _, total_bits, bits = _best(symbols, len(order), quantizer, quiet_columns(levels))
-    header = entropy._Header(total_bits, low, len(order), 1, 1, split)
-    return len(entropy._write_header(header)) + _SEGMENT.size + int(bits) // 8 + 4
+    header = entropy.Header(total_bits, low, len(order), 1, 1, split)
+    return len(entropy.write_header(header)) + _SEGMENT.size + int(bits) // 8 + 4
 
 
 def decode(data: bytes, rows: int, columns: int, states: int) -> NDArray[np.int32]:
     """The inverse of `encode`."""
-    header, start = entropy._read_header(data)
+    header, start = entropy.read_header(data)
     if len(data) < start + _SEGMENT.size:
         raise FormatError(f"a path's stream of {len(data)} bytes has no header")
     (segment,) = _SEGMENT.unpack_from(data, start)
@@ -83,16 +83,16 @@ def decode(data: bytes, rows: int, columns: int, states: int) -> NDArray[np.int3
         header.symbols,
         header.total_bits,
     )
-    coder = entropy._coder(data[start + taken :])
+    coder = entropy.coder_of(data[start + taken :])
     height = header.split or rows
-    row_class = entropy._pop(coder, height, of_rows)
-    column = entropy._pop(coder, rows * columns // height, of_columns)
+    row_class = entropy.pop(coder, height, of_rows)
+    column = entropy.pop(coder, rows * columns // height, of_columns)
     classing, quiet = Classing(row_class, column >> 1), column & 1 == 0
-    order = entropy._order(header.low, header.symbols)
+    order = entropy.code_order(header.low, header.symbols)
     levels = _pop_paths(coder, classing, quiet, models, order, states, segment)
     if not coder.is_empty():
         raise FormatError("an entropy-coded message is longer than its codes")
-    return entropy._unviewed(levels, header.split, rows)
+    return entropy.unviewed(levels, header.split, rows)
 
 
 def _pop_paths(
@@ -136,25 +136,25 @@ def _by_model(models: NDArray[np.uint8]) -> tuple[Integers, list[int]]:
     return np.argsort(models.ravel(), kind="stable"), np.bincount(models.ravel()).tolist()
 
 
-def _best(symbols: Symbols, size: int, quantizer: Integers, quiet: Flags) -> tuple[entropy._Plan, int, float]:
+def _best(symbols: Symbols, size: int, quantizer: Integers, quiet: Flags) -> tuple[entropy.Plan, int, float]:
     """The shortest plan found, its total, and its bits without the header."""
     joint = symbols.astype(np.uint32) + quantizer * np.uint32(size)
     choices = [
         (plan.bits(total_bits), number, total_bits, plan)
         for number, plan in enumerate(_plans(symbols, joint, size, quiet))
-        for total_bits in entropy._TOTALS
+        for total_bits in entropy.TOTALS
         if plan.fits(total_bits)
     ]
     bits, _, total_bits, plan = min(choices, key=lambda choice: choice[:3])
     return plan, total_bits, bits
 
 
-def _plans(symbols: Symbols, joint: Symbols, size: int, quiet: Flags) -> Iterator[entropy._Plan]:
+def _plans(symbols: Symbols, joint: Symbols, size: int, quiet: Flags) -> Iterator[entropy.Plan]:
     """One class, and classes of rows and columns; each has a table for either quantizer."""
-    both = fit_classes(symbols, 0.25 if symbols.size >= entropy._MANY_CODES else 0.5)
+    both = fit_classes(symbols, 0.25 if symbols.size >= entropy.MANY_CODES else 0.5)
     for classing in (one_class(*symbols.shape), both):
         counts = class_counts(joint, classing, 2 * size).reshape(-1, size)
         width = 2 * (int(classing.columns.max()) + 1)
         of_columns = np.bincount(2 * classing.columns + ~quiet, minlength=width)
         of_columns[-1] = max(of_columns[-1], 1)  # a table ends with a symbol that has a frequency
-        yield entropy._Plan(0, classing, [np.bincount(classing.rows)[None], of_columns[None], counts])
+        yield entropy.Plan(0, classing, [np.bincount(classing.rows)[None], of_columns[None], counts])
