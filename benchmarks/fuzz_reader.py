@@ -349,6 +349,7 @@ def originals(folder: Path) -> list[Original]:
         ({"w": _scalar(4, 200, 4), "empty": golden["empty"]}, {}),
         ({"w": golden["conv.weight"], "b": golden["odd"]}, {}),
         ({name: golden[name] for name in ("ternary", "signs", "pruned", "spatial.weight")}, {}),
+        ({"p": golden["path.weight"], "s": golden["sums.weight"]}, {}),
         ({"large": large, "w": _scalar(1, 200, 4)}, {}),
     ]
     paths = [GOLDEN]
