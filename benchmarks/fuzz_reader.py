@@ -247,16 +247,16 @@ def _entropy_coded(pieces: Pieces, rng: random.Random) -> tuple[str, str]:
         (row["name"], name)
         for row in pieces.document["tensors"]
         for name, part in row["parts"].items()
-        if part[0] == "ans"
+        if part[0] in ("ans", "trellis")
     ]
     return rng.choice(parts)
 
 
 def forge_codec(pieces: Pieces, rng: random.Random) -> None:
     """A part's bytes are read by another codec, as another type."""
-    row = _row(pieces, rng, "keep", "scalar", "factors", "constant", "levels", "spatial")
+    row = _row(pieces, rng, "keep", "scalar", "factors", "constant", "levels", "spatial", "codewords")
     part = rng.choice(list(row["parts"].values()))
-    part[0] = rng.choice(("raw", "packed", "ans"))
+    part[0] = rng.choice(("raw", "packed", "ans", "trellis"))
     part[1] = rng.choice(
         (1, 2, 3, 4, 8, 9, 16, "int8", "int16", "float16", "float32", "bool", "complex64", part[1])
     )
@@ -348,8 +348,10 @@ def originals(folder: Path) -> list[Original]:
         (mixed, {"e": "b"}),
         ({"w": _scalar(4, 200, 4), "empty": golden["empty"]}, {}),
         ({"w": golden["conv.weight"], "b": golden["odd"]}, {}),
-        ({name: golden[name] for name in ("ternary", "signs", "pruned", "spatial.weight")}, {}),
-        ({"p": golden["path.weight"], "s": golden["sums.weight"]}, {}),
+        (
+            {name: golden[name] for name in ("ternary", "signs", "pruned", "spatial.weight", "path.weight")},
+            {},
+        ),
         ({"large": large, "w": _scalar(1, 200, 4)}, {}),
     ]
     paths = [GOLDEN]
