@@ -12,7 +12,10 @@ import factorpack as fp
 from benchmarks.data import imagenet_train, imagenet_val, normalized, pretrained, shuffled
 from benchmarks.measure import fidelity, predictions, reloaded
 from benchmarks.training import Augmented, case_of, device, spread
+from factorpack.comparison.grid import weight_error
 from factorpack.methods import METHODS, from_fields
+from factorpack.methods.codewords import Regime, tile_of
+from factorpack.permute import permute_model
 
 HELD_OUT = 200
 
@@ -24,7 +27,10 @@ def run(
     workers: int,
     measure_on: str = "val",
 ) -> dict[str, Any]:
-    """`measure_on` "train" keeps 200 of the 1,000 images out of training and measures on those."""
+    """`measure_on` "train" keeps 200 of the 1,000 images out of training and measures on those.
+
+    A method with `permute` gets the model with its channels in another order, as PQF does.
+    """
     cases = [case_of(method, schedule) for method in methods]
     return {"rows": spread(partial(_one, model=model, measure_on=measure_on), cases, workers)}
 
@@ -42,7 +48,12 @@ def _one(case: dict[str, Any], model: str, measure_on: str) -> dict[str, Any]:
     settings = dict(case["schedule"])
     batch = settings.pop("batch", 50)
     calibration = [normalized(images[0][:64, :, 16:240, 16:240].to(device()))]
-    packed = fp.compress(net, from_fields(METHODS, case["method"]), calibration=calibration, progress=False)
+    fields = dict(case["method"])
+    start = net
+    if fields.pop("permute", False):
+        start, _ = permute_model(net, calibration[0], tile_of=partial(_tile, regime=fields["regime"]))
+    packed = fp.compress(start, from_fields(METHODS, fields), calibration=calibration, progress=False)
+    error = weight_error(start, packed)
     before = fidelity(predictions(_loaded(packed, model), held[0], 250), reference, held[1])
     fp.finetune(
         packed,
@@ -57,7 +68,11 @@ def _one(case: dict[str, Any], model: str, measure_on: str) -> dict[str, Any]:
         report = loaded.size()
         after = fidelity(predictions(_loaded(loaded, model), held[0], 250), reference, held[1])
     sizes = {"file_ratio": report.file_ratio, "paper_ratio": report.paper_ratio}
-    return {**case, "before": before, **after, **sizes}
+    return {**case, "before": before, "weight_error": error, **after, **sizes}
+
+
+def _tile(_name: str, shape: tuple[int, ...], regime: Regime) -> int:
+    return tile_of(shape, regime=regime)
 
 
 def _loaded(packed: fp.Packed, model: str) -> torch.nn.Module:

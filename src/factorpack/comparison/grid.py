@@ -119,7 +119,7 @@ class Grid:
 
     def _sized(self, model: nn.Module, method: Method) -> tuple[int, float]:
         packed = self._small(compress(model, for_sizing(method), progress=False))
-        return file_bytes(dict(packed), packed.aliases), _weight_error(model, packed)
+        return file_bytes(dict(packed), packed.aliases), weight_error(model, packed)
 
     def _small(self, packed: Packed) -> Packed:
         """With norms folded and vectors in FP16, as the planner has them: no opponent pays for FP32 leftovers."""
@@ -144,7 +144,7 @@ class Grid:
             settings = _words(method)
             packed = compress(start, method, calibration=batches, progress=False)
         seconds = time.perf_counter() - started
-        error = _weight_error(start, packed)
+        error = weight_error(start, packed)
         trained = self._trained(packed, start, ratio if name == PLANNED else 0.0)
         path = self.folder / f"{name}-{ratio:g}.packed.safetensors"
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -233,7 +233,7 @@ def compare(model: nn.Module, ratios: Sequence[float], folder: str | Path, **set
     return Grid(model, ratios, Path(folder), **settings).run()
 
 
-def _weight_error(model: nn.Module, packed: Packed) -> float:
+def weight_error(model: nn.Module, packed: Packed) -> float:
     """Of tensors that are weights: what rounding, or keeping less than all, has cost."""
     lost = energy = 0.0
     for name, entry in open_source(model).entries.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from factorpack.errors import PlanError
 from factorpack.methods import (
@@ -44,10 +43,10 @@ def _powers(low: int, high: int) -> list[int]:
     return [1 << power for power in range(low, high + 1)]
 
 
-def _codewords(make: Callable[..., Method], *starts: dict[str, Any]) -> list[list[Method]]:
+def _codewords(make: Callable[..., Method]) -> list[list[Method]]:
     """Codewords of whole kernels, then of smaller tiles: many codewords of a few numbers make large files."""
-    own = [[make(codewords=k, **start) for k in _powers(3, 11)] for start in starts]
-    return [*own, *([make(codewords=k, tile=tile) for k in _powers(4, 12)] for tile in (4, 2))]
+    kernels = [[make(codewords=k, regime=regime) for k in _powers(3, 11)] for regime in ("large", "small")]
+    return [*kernels, *([make(codewords=k, tile=tile) for k in _powers(4, 12)] for tile in (4, 2))]
 
 
 def _between(low: float, high: float, count: int) -> list[float]:
@@ -77,9 +76,9 @@ OPPONENTS: dict[str, Opponent] = {
     "nncodec": Opponent("NNCodec-like", [[NNCodec(step) for step in reversed(_between(0.01, 8.0, 96))]]),
     "svd": Opponent("SVD", [[SVD(share=share) for share in _between(0.005, 1.0, 48)]]),
     "spatial_svd": Opponent("spatial SVD", [[SpatialSVD(share=share) for share in _between(0.005, 1.0, 48)]]),
-    "vq": Opponent("VQ", _codewords(VQ, {})),
-    "bgd": Opponent("BGD", _codewords(BGD, {"regime": "large"}, {"regime": "small"})),
-    "pqf": Opponent("PQF", _codewords(PQF, {"regime": "large"}, {"regime": "small"}), permutes=True),
+    "vq": Opponent("VQ", _codewords(VQ)),
+    "bgd": Opponent("BGD", _codewords(BGD)),
+    "pqf": Opponent("PQF", _codewords(PQF), permutes=True),
     "aq": Opponent("AQ", [[AQ(codebooks, k) for k in _powers(2, 9)] for codebooks in (2, 4)]),
 }
 

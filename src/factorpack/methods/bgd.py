@@ -69,8 +69,8 @@ class BGD:
         tile = self.tile or tile_of(tuple(weight.shape), transposed_groups, self.regime)
         if sample is None or sample.second.shape[1] % tile:
             reason = "no calibration data" if sample is None else f"{tile} does not divide a filter"
-            plain = VQ(self.codewords, tile, self.iterations, self.seed).encode(weight, transposed_groups)
-            return plain.noted(f"plain k-means: {reason}")
+            plain = VQ(self.codewords, tile, self.regime, self.iterations, self.seed)
+            return plain.encode(weight, transposed_groups).noted(f"plain k-means: {reason}")
         tiles = cut(weight.to(sample.second.device), transposed_groups, tile, self.codewords)
         return tiles if isinstance(tiles, Encoded) else self._fitted(tiles, sample)
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from factorpack.methods.codewords import check_settings, cut, tile_of
+from factorpack.methods.codewords import Regime, check_regime, check_settings, cut, tile_of
 from factorpack.record import Encoded, LayerMoments, LayerSample
 from factorpack.solve.kmeans import kmeans, spread
 
@@ -17,13 +17,15 @@ from factorpack.solve.kmeans import kmeans, spread
 class VQ:
     """`codewords` tiles found by k-means stand for all tiles (Z one-hot in the paper's frame).
 
-    A tile is a kernel of a convolution, or 4 numbers of a pointwise or linear layer, or `tile` numbers.
+    A tile is a kernel of a convolution, or 4 numbers of a pointwise or linear layer, twice that in the
+    "large" `regime`, or `tile` numbers.
     There are never more codewords than a quarter of the tiles; a weight that is larger so than in 8-bit
     codes gets `Scalar(8)`. The `note` says so.
     """
 
     codewords: int = 256
     tile: int | None = None
+    regime: Regime = "small"
     iterations: int = 30
     seed: int = 0
 
@@ -31,6 +33,7 @@ class VQ:
 
     def __post_init__(self) -> None:
         check_settings(self.codewords, self.tile, self.iterations, self.seed)
+        check_regime(self.regime)
 
     def encode(
         self,
@@ -38,7 +41,7 @@ class VQ:
         transposed_groups: int = 0,
         sample: LayerSample | LayerMoments | None = None,  # noqa: ARG002
     ) -> Encoded:
-        tile = self.tile or tile_of(tuple(weight.shape), transposed_groups)
+        tile = self.tile or tile_of(tuple(weight.shape), transposed_groups, self.regime)
         tiles = cut(weight, transposed_groups, tile, self.codewords)
         if isinstance(tiles, Encoded):
             return tiles
