@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-HEAVY = ("matplotlib", "triton", "transformers", "sklearn", "typer", "rich")
+HEAVY = ("matplotlib", "triton", "transformers", "sklearn", "typer", "rich", "onnx", "onnxscript")
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:

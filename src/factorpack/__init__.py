@@ -28,6 +28,7 @@ from factorpack.methods import (
     SpatialSVD,
 )
 from factorpack.model import Packed, compress, compress_to, export, load, save
+from factorpack.onnx import export_onnx
 from factorpack.plan.planner import Planner
 from factorpack.record import Encoded
 from factorpack.solve.projected import ProjectedGradient
@@ -68,6 +69,7 @@ __all__ = [
     "compress_to",
     "decode",
     "export",
+    "export_onnx",
     "finetune",
     "load",
     "reconstruct",

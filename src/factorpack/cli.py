@@ -18,6 +18,7 @@ from factorpack.demo import demo
 from factorpack.errors import FactorpackError, PlanError
 from factorpack.methods import METHODS, Method, from_fields
 from factorpack.model import DEFAULT_METHOD
+from factorpack.onnx.commands import export
 from factorpack.plan.recipe import read_recipe
 from factorpack.plan.rules import Rules
 from factorpack.report.tables import human_bytes, plain, printable, size_json, size_table
@@ -218,6 +219,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "compress": compress,
     "inspect": inspect,
     "decode": decode,
+    "export": export,
     "verify": verify,
     "finetune": finetune,
     "eval": evaluate,

@@ -130,7 +130,7 @@ def words(encoded: Encoded) -> str:
     name, scale = ("codes", "scale") if encoded.kind == "scalar" else ("latent", "latent_scale")
     codes, bits = encoded.parts[name], encoded.bits[name]
     if encoded.parts[scale].numel() == 1:  # the width is then that of the layer's largest number
-        bits = _width(int(codes.min()), int(codes.max()))
+        bits = code_width(int(codes.min()), int(codes.max()))
     zeros = 1.0 - int(codes.count_nonzero()) / max(codes.numel(), 1)
     text = f"{bits} bits, {zeros:.0%} zeros{', trellis' if encoded.trellis else ''}"
     if encoded.kind == "scalar":
@@ -139,7 +139,7 @@ def words(encoded: Encoded) -> str:
     return f"rank {rank} of {len(encoded.parts['codebook'])}, {text}"
 
 
-def _width(low: int, high: int) -> int:
+def code_width(low: int, high: int) -> int:
     """Bits that signed codes from `low` to `high` need."""
     return 1 + max(value.bit_length() for value in (max(high, 0), -min(low, -1) - 1))
 

@@ -1,0 +1,7 @@
+"""ONNX files that are as small as packed ones and run in any runtime: weights are rebuilt by the graph."""
+
+from __future__ import annotations
+
+from factorpack.onnx.export import Exported, export_onnx
+
+__all__ = ["Exported", "export_onnx"]

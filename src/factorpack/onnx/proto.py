@@ -1,0 +1,75 @@
+"""Packed weights in an ONNX model: initialisers give way to nodes that rebuild them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from factorpack.onnx.kinds import rebuild, saves
+from factorpack.onnx.sketch import INT4_OPSET, Sketch, Type
+from factorpack.record import Encoded
+
+_INT4_IR = 10
+"""The version of the file format that opset 21 came with."""
+
+
+def pack_initialisers(model: Any, packed: Mapping[str, Encoded]) -> tuple[str, ...]:
+    """Replaces, in a ModelProto, every initialiser that `packed` holds in a smaller form.
+
+    Returns the names that were replaced. The graph goes on using the names it used.
+    """
+    graph = model.graph
+    opset = next(each.version for each in model.opset_import if each.domain in ("", "ai.onnx"))
+    sketch, rest, replaced = Sketch(opset, _names(graph)), [], []
+    for found in graph.initializer:
+        encoded = packed.get(found.name)
+        if encoded is None or not _fits(found, encoded):
+            rest.append(found)
+            continue
+        rebuild(sketch, encoded, Type(found.data_type), found.name)
+        replaced.append(found.name)
+    _set(graph.initializer, [*rest, *_tensors(sketch)])
+    _set(graph.node, [*_nodes(sketch), *graph.node])
+    if opset >= INT4_OPSET:
+        model.ir_version = max(model.ir_version, _INT4_IR)
+    return tuple(replaced)
+
+
+def strip_traces(model: Any) -> None:
+    """Drops what the exporter notes of every node: stack traces take more room than packed weights."""
+    graph = model.graph
+    for holder in (model, graph, *graph.node, *graph.input, *graph.output, *graph.initializer):
+        del holder.metadata_props[:]
+    del graph.value_info[:]
+
+
+def _fits(found: Any, encoded: Encoded) -> bool:
+    """Whether an initialiser is the tensor of its name as it was, and larger than what rebuilds it."""
+    return tuple(found.dims) == encoded.shape and saves(encoded, Type(found.data_type))
+
+
+def _names(graph: Any) -> frozenset[str]:
+    listed = (each.name for each in (*graph.initializer, *graph.input, *graph.output))
+    return frozenset([*listed, *(name for node in graph.node for name in (*node.input, *node.output))])
+
+
+def _tensors(sketch: Sketch) -> list[Any]:
+    from onnx import TensorProto
+
+    return [
+        TensorProto(name=name, data_type=int(each.type), dims=each.shape, raw_data=each.data)
+        for each, name in sketch.stored.items()
+    ]
+
+
+def _nodes(sketch: Sketch) -> list[Any]:
+    from onnx.helper import make_node
+
+    return [make_node(node.operator, node.inputs, [node.output], **node.attributes) for node in sketch.nodes]
+
+
+def _set(field: Any, values: Iterable[Any]) -> None:
+    """Makes a repeated field hold these."""
+    kept = list(values)
+    del field[:]
+    field.extend(kept)

@@ -1,0 +1,172 @@
+"""A piece of an ONNX graph as plain data: what rebuilds weights is written and read without onnx installed."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from factorpack.size import code_width
+
+INT4_OPSET = 21
+"""The first opset whose tensors may hold 4-bit integers."""
+
+
+class Type(IntEnum):
+    """The element types that weights and their parts have, by ONNX's own numbers."""
+
+    FLOAT = 1
+    UINT8 = 2
+    INT8 = 3
+    INT16 = 5
+    INT32 = 6
+    INT64 = 7
+    BOOL = 9
+    FLOAT16 = 10
+    DOUBLE = 11
+    COMPLEX64 = 14
+    COMPLEX128 = 15
+    BFLOAT16 = 16
+    FLOAT8E4M3FN = 17
+    FLOAT8E5M2 = 19
+    INT4 = 22
+
+
+TYPES: dict[torch.dtype, Type] = {
+    torch.float64: Type.DOUBLE,
+    torch.float32: Type.FLOAT,
+    torch.float16: Type.FLOAT16,
+    torch.bfloat16: Type.BFLOAT16,
+    torch.float8_e4m3fn: Type.FLOAT8E4M3FN,
+    torch.float8_e5m2: Type.FLOAT8E5M2,
+    torch.complex64: Type.COMPLEX64,
+    torch.complex128: Type.COMPLEX128,
+    torch.int64: Type.INT64,
+    torch.int32: Type.INT32,
+    torch.int16: Type.INT16,
+    torch.int8: Type.INT8,
+    torch.uint8: Type.UINT8,
+    torch.bool: Type.BOOL,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An initialiser: its numbers as little-endian bytes, two to a byte where they are 4-bit."""
+
+    type: Type
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    operator: str
+    inputs: tuple[str, ...]
+    output: str
+    attributes: Mapping[str, int | str | tuple[int, ...]]
+
+
+class Sketch:
+    """Nodes in the order they run in, and the initialisers they read: equal ones are stored once."""
+
+    def __init__(self, opset: int, taken: Container[str] = ()) -> None:
+        self.opset = opset
+        self.nodes: list[Node] = []
+        self.stored: dict[Stored, str] = {}
+        numbered = (f"packed/{number}" for number in itertools.count())
+        self._names: Iterator[str] = (name for name in numbered if name not in taken)
+
+    def add(self, operator: str, *inputs: str, **attributes: int | str | tuple[int, ...]) -> str:
+        """The name of what a new node gives."""
+        self.nodes.append(Node(operator, inputs, next(self._names), attributes))
+        return self.nodes[-1].output
+
+    def give(self, value: str, name: str) -> None:
+        """What was added last is called `name` from now on; what is stored gets `name` as a second one."""
+        if not self.nodes or self.nodes[-1].output != value:
+            self.add("Identity", value)
+        self.nodes[-1] = replace(self.nodes[-1], output=name)
+
+    def store(self, values: Tensor) -> str:
+        return self._store(TYPES[values.dtype], tuple(values.shape), _bytes(values))
+
+    def _store(self, kind: Type, shape: tuple[int, ...], data: bytes) -> str:
+        wanted = Stored(kind, shape, data)
+        if wanted not in self.stored:
+            self.stored[wanted] = next(self._names)
+        return self.stored[wanted]
+
+    def numbers(self, values: Tensor) -> str:
+        """Floats in FP32, stored in the type they have."""
+        name = self.store(values)
+        return name if values.dtype == torch.float32 else self.add("Cast", name, to=Type.FLOAT)
+
+    def codes(self, codes: Tensor) -> str:
+        """Integer codes as FP32 numbers, stored in as many bits as the widest of them needs.
+
+        4, 8 and 16 bits are types of their own. Any other width becomes planes, one a bit.
+        """
+        width = code_width(int(codes.min()), int(codes.max()))
+        if width == 4 and self.opset >= INT4_OPSET:
+            name = self._store(Type.INT4, tuple(codes.shape), nibbles(codes))
+        elif width in (8, 16):
+            name = self.store(codes.to(torch.int8 if width == 8 else torch.int16))
+        else:
+            return self._planes(codes, width)
+        return self.add("Cast", name, to=Type.FLOAT)
+
+    def _planes(self, codes: Tensor, width: int) -> str:
+        """sum_p weight_p bit_p, the highest weight being negative: two's complement, exact in FP32."""
+        planes = bit_planes(codes, width)
+        shifts = torch.arange(8, dtype=torch.uint8)
+        weights = 2.0 ** torch.arange(width)
+        weights[-1] *= -1
+        shifted = self.add("BitShift", self.store(planes[:, :, None]), self.store(shifts), direction="RIGHT")
+        bits = self.add("BitwiseAnd", shifted, self.store(torch.ones(1, dtype=torch.uint8)))
+        rows = self.reshape(self.add("Cast", bits, to=Type.FLOAT), (width, -1))
+        flat = self.reshape(self.add("MatMul", self.store(weights[None]), rows), (-1,))
+        return self.reshape(self.first(flat, 8 * planes.shape[1], codes.numel()), tuple(codes.shape))
+
+    def reshape(self, value: str, shape: tuple[int, ...]) -> str:
+        return self.add("Reshape", value, self.store(torch.tensor(shape, dtype=torch.int64)))
+
+    def first(self, flat: str, count: int, wanted: int) -> str:
+        """The first `wanted` of `count` numbers."""
+        if count == wanted:
+            return flat
+        start, end = (self.store(torch.tensor([place], dtype=torch.int64)) for place in (0, wanted))
+        return self.add("Slice", flat, start, end)
+
+
+def bit_planes(codes: Tensor, width: int) -> Tensor:
+    """Bit p of eight codes in each byte of row p, the first code in the lowest bit: (width, n/8).
+
+    >>> bit_planes(torch.tensor([1, 2, 3, -1], dtype=torch.int8), 3).tolist()
+    [[13], [14], [8]]
+    """
+    flat = codes.reshape(-1).cpu().numpy()
+    bits = [np.packbits((flat >> place & 1).astype(np.uint8), bitorder="little") for place in range(width)]
+    return torch.from_numpy(np.stack(bits))
+
+
+def nibbles(codes: Tensor) -> bytes:
+    """4-bit codes two to a byte, the first in the low half.
+
+    >>> nibbles(torch.tensor([1, -1, 2], dtype=torch.int8)).hex()
+    'f102'
+    """
+    flat = codes.reshape(-1).cpu().numpy().astype(np.uint8) & 15
+    pairs = np.pad(flat, (0, flat.size % 2)).reshape(-1, 2)
+    return bytes(pairs[:, 0] | pairs[:, 1] << 4)
+
+
+def _bytes(values: Tensor) -> bytes:
+    flat = values.detach().cpu().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy()) if math.prod(values.shape) else b""
