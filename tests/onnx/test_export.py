@@ -129,6 +129,23 @@ def test_tied_weights_are_stored_once_and_what_the_graph_lacks_is_said(tmp_path:
 
 
 @pytest.mark.usefixtures("needs_onnx")
+def test_weights_fold_when_a_session_opens_and_not_before(tmp_path: Path) -> None:
+    import onnx
+    import onnxruntime
+
+    path, opened = tmp_path / "net.onnx", tmp_path / "opened.onnx"
+    fp.export_onnx(packed_with(METHODS["factors"]), small_net(), PICTURES, path)
+    written = {node.op_type for node in onnx.load(path).graph.node}
+    assert {"MatMul", "BitShift", "BatchNormalization"} <= written
+    assert not {"CastLike", "Shape"} & written  # how the exporter spells the bias a layer lacks
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath, options.log_severity_level = str(opened), 3
+    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    left = {node.op_type for node in onnx.load(opened).graph.node}
+    assert not {"MatMul", "BitShift", "BatchNormalization"} & left
+
+
+@pytest.mark.usefixtures("needs_onnx")
 def test_a_file_is_about_as_large_as_its_codes(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 256, 3)).eval()
     packed = packed_with(fp.Scalar(3), net)

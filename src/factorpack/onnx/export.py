@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from factorpack.errors import PlanError, SourceError
 from factorpack.format.atomic import atomic_write
 from factorpack.model import Packed
-from factorpack.onnx.proto import pack_initialisers, strip_traces
+from factorpack.onnx.proto import optimised, pack_initialisers, strip_traces
 
 LEAST_OPSET = 18
 """The first that can take bits apart, and the first torch's exporter writes."""
@@ -58,7 +58,7 @@ def export_onnx(
         raise PlanError(f"opset is {opset}, allowed are {LEAST_OPSET} and above")
     # The decoded weights go along: whatever the graph holds under no name of ours is then right all the same.
     decoded = packed.load_into(copy.deepcopy(model).cpu()).eval()
-    proto = _traced(decoded, example, opset, dynamic_batch)
+    proto = optimised(_traced(decoded, example, opset, dynamic_batch), packed)
     strip_traces(proto)
     rebuilt = pack_initialisers(proto, packed)
     size = proto.ByteSize()
@@ -83,7 +83,7 @@ def _expect_onnx() -> None:
 
 
 def _traced(model: nn.Module, example: Any, opset: int, dynamic_batch: bool) -> Any:
-    """The model's graph as a ModelProto: nothing folded, so that every weight stands under its own name."""
+    """The model's graph as a ModelProto: every weight stands in it under its own name."""
     named = dict(example) if isinstance(example, Mapping) else {}
     placed = () if named else (example,) if isinstance(example, Tensor) else tuple(example)
     open_shapes = {name: _open(value) for name, value in named.items()} or tuple(map(_open, placed))

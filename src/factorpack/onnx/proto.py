@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from factorpack.onnx.kinds import rebuild, saves
@@ -33,6 +33,27 @@ def pack_initialisers(model: Any, packed: Mapping[str, Encoded]) -> tuple[str, .
     if opset >= INT4_OPSET:
         model.ir_version = max(model.ir_version, _INT4_IR)
     return tuple(replaced)
+
+
+def optimised(model: Any, weights: Container[str]) -> Any:
+    """The same model with constants folded, except those named: they pass as inputs meanwhile.
+
+    Folding a norm into a convolution would leave other numbers under the name of a weight, and a file
+    without any folding makes onnxruntime slow: the exporter writes a zero bias as six nodes.
+    """
+    from onnx.helper import make_tensor_value_info
+    from onnxscript.optimizer import optimize
+
+    graph = model.graph
+    hidden = [each for each in graph.initializer if each.name in weights]
+    count = len(graph.input)
+    _set(graph.initializer, [each for each in graph.initializer if each.name not in weights])
+    graph.input.extend(make_tensor_value_info(each.name, each.data_type, each.dims) for each in hidden)
+    optimal = optimize(model)
+    del optimal.graph.input[count:]
+    used = _names(optimal.graph)
+    optimal.graph.initializer.extend(each for each in hidden if each.name in used)
+    return optimal
 
 
 def strip_traces(model: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from factorpack.onnx.widths import split
 from factorpack.size import code_width
 
 INT4_OPSET = 21
@@ -109,7 +110,37 @@ class Sketch:
         return name if values.dtype == torch.float32 else self.add("Cast", name, to=Type.FLOAT)
 
     def codes(self, codes: Tensor) -> str:
-        """Integer codes as FP32 numbers, stored in as many bits as the widest of them needs.
+        """A matrix of integer codes as FP32 numbers, in about as few bits as codes of fixed widths take."""
+        parted = split(codes)
+        if parted is None:
+            return self._one_width(codes)
+        near = codes.clone()
+        near.view(-1)[parted.wide] = 0
+        value = self._groups([(rows, near[rows]) for rows in parted.rows.values()])
+        if not len(parted.wide):
+            return value
+        updates = self._one_width(codes.reshape(-1)[parted.wide])
+        flat = self.reshape(value, (-1,))
+        value = self.add("ScatterElements", flat, self._positions(parted.wide), updates, axis=0)
+        return self.reshape(value, tuple(codes.shape))
+
+    def _groups(self, groups: Sequence[tuple[Tensor, Tensor]]) -> str:
+        """Rows in groups of one width each, put in order again."""
+        if len(groups) == 1:
+            return self._one_width(groups[0][1])
+        together = self.add("Concat", *(self._one_width(codes) for _, codes in groups), axis=0)
+        order = torch.cat([rows for rows, _ in groups]).argsort().to(torch.int32)
+        return self.add("Gather", together, self.store(order), axis=0)
+
+    def _positions(self, positions: Tensor) -> str:
+        """Ascending numbers, stored as the distances between them."""
+        gaps = torch.diff(positions, prepend=positions.new_zeros(1)).to(torch.int32)
+        whole = self.add("Cast", self.codes(gaps[None]), to=Type.INT32)
+        axis = self.store(torch.tensor(0, dtype=torch.int64))
+        return self.add("CumSum", self.reshape(whole, (-1,)), axis)
+
+    def _one_width(self, codes: Tensor) -> str:
+        """Codes in as many bits as the widest of them needs.
 
         4, 8 and 16 bits are types of their own. Any other width becomes planes, one a bit.
         """
