@@ -35,6 +35,7 @@ STUDIES = {
     "baselines": "benchmarks.studies.baselines",
     "compare": "benchmarks.studies.compare",
     "paths": "benchmarks.studies.paths",
+    "onnx": "benchmarks.studies.onnx",
 }
 """Study -> the module whose `run(**case)` returns its result."""
 

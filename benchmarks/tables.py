@@ -1,4 +1,4 @@
-"""Writes the measured tables of README.md and docs/results.md from benchmarks/results.
+"""Writes the measured tables of README.md and docs from benchmarks/results.
 
 python -m benchmarks.tables            rewrite what stands between <!-- name: ... --> and <!-- /name -->
 python -m benchmarks.tables --check    exit 1 where a table is not what the results say
@@ -14,10 +14,11 @@ from typing import Any
 
 from benchmarks.tables_common import ROOT, markdown, result, source
 from benchmarks.tables_compare import COMPARED
+from benchmarks.tables_onnx import EXPORTED
 from benchmarks.tables_permute import PERMUTED
 from benchmarks.tables_planned import PLANNED
 
-PAGES = ("README.md", "docs/results.md")
+PAGES = ("README.md", "docs/results.md", "docs/onnx.md")
 
 
 def main() -> None:
@@ -219,6 +220,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **PLANNED,
     **PERMUTED,
     **COMPARED,
+    **EXPORTED,
 }
 
 if __name__ == "__main__":
