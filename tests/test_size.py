@@ -13,7 +13,7 @@ from torch import Tensor
 import factorpack as fp
 from benchmarks.zoo import resnet18
 from factorpack.record import Encoded
-from factorpack.size import ITEMS, _width, fixed_bits, size_report, words
+from factorpack.size import ITEMS, code_width, fixed_bits, size_report, words
 from tests.helpers import seeded
 
 
@@ -160,7 +160,7 @@ def test_one_step_in_words() -> None:
 
 @pytest.mark.parametrize(("low", "high", "bits"), [(-1, 0, 1), (-2, 1, 2), (0, 1, 2), (-3, 1, 3), (5, 9, 5)])
 def test_the_width_codes_need(low: int, high: int, bits: int) -> None:
-    assert _width(low, high) == bits
+    assert code_width(low, high) == bits
 
 
 def codewords(stages: int, count: int, tile: int, bits: int) -> Encoded:

@@ -192,6 +192,18 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("needs_onnx")
+@pytest.mark.parametrize(("kind", "part"), [("codewords", "indices"), ("levels", "codes")])
+def test_codes_that_stand_for_nothing_are_not_written(kind: str, part: str, tmp_path: Path) -> None:
+    packed, name = packed_with(METHODS[kind]), "depthwise.weight"
+    codes = torch.full_like(packed[name].parts[part], 7)
+    wrong = replace(packed[name], parts={**packed[name].parts, part: codes})
+    packed.replace({**packed, name: wrong})
+    with pytest.raises(fp.FormatError):
+        fp.export_onnx(packed, small_net(), PICTURES, tmp_path / "net.onnx")
+    assert not (tmp_path / "net.onnx").exists()
+
+
+@pytest.mark.usefixtures("needs_onnx")
 def test_from_the_command_line(tmp_path: Path) -> None:
     net, file, path = small_net(), tmp_path / "net.safetensors", tmp_path / "net.onnx"
     packed = packed_with(fp.QSPCA(8, 3, tile=16))
