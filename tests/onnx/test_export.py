@@ -217,8 +217,8 @@ def test_from_the_command_line(tmp_path: Path) -> None:
 
 def test_without_onnx_the_way_to_get_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporting, "_NEEDED", ("onnx_that_is_not_there",))
-    with pytest.raises(fp.PlanError, match=r"not installed: pip install factorpack\[onnx\]"):
+    with pytest.raises(fp.PlanError, match=r"not installed: pip install 'factorpack\[onnx\]'"):
         fp.export_onnx(packed_with(fp.Scalar(4)), small_net(), PICTURES, tmp_path / "net.onnx")
     fp.save(packed_with(fp.Scalar(4)), tmp_path / "net.safetensors")
     given = ["export", tmp_path / "net.safetensors", "--model", MODEL, "--onnx", tmp_path / "net.onnx"]
-    assert "pip install factorpack[onnx]" in failure(*given)
+    assert "pip install 'factorpack[onnx]'" in failure(*given)

@@ -49,7 +49,7 @@ def export_onnx(
 
     `example` is what the model is called with: a tensor, a tuple of positional arguments or a mapping of
     named ones. With `dynamic_batch` the first dimension of every tensor in it stays open; give it two
-    samples or more then. The model itself is not changed. Needs `pip install factorpack[onnx]`.
+    samples or more then. The model itself is not changed. Needs `pip install 'factorpack[onnx]'`.
 
     >>> fp.export_onnx(packed, model, torch.zeros(1, 3, 224, 224), "model.onnx")  # doctest: +SKIP
     """
@@ -78,7 +78,7 @@ def _expect_onnx() -> None:
         except ImportError as error:
             raise PlanError(
                 f"an ONNX export needs {' and '.join(_NEEDED)}, and {error.name} is not installed: "
-                "pip install factorpack[onnx]"
+                "pip install 'factorpack[onnx]'"
             ) from error
 
 
