@@ -29,6 +29,12 @@ LAYOUTS: dict[str, Callable[[Tensor, tuple[int, ...], int], Tensor]] = {
 
 def decode(encoded: Encoded) -> Tensor:
     """The weight an `Encoded` stands for, in its own dtype and shape."""
+    check_indices(encoded)
+    return rebuild(encoded)
+
+
+def rebuild(encoded: Encoded) -> Tensor:
+    """`decode` where `check_indices` has been passed before: no step depends on a number, so it can be traced."""
     weight = DECODERS[encoded.kind](encoded)
     return weight.to(encoded.dtype) if encoded.kind in _STORED else narrowed(weight, encoded.dtype)
 
@@ -53,25 +59,46 @@ def factors(encoded: Encoded) -> Tensor:
     return LAYOUTS[encoded.kind](matrix, encoded.shape, encoded.transposed_groups)
 
 
+def check_indices(encoded: Encoded) -> None:
+    """Raises FormatError where a code of an index into a table is none of the table's."""
+    if encoded.kind == "codewords":
+        codes, count = encoded.parts["indices"], _codewords_a_stage(encoded)
+        low, _ = code_range(encoded.bits["indices"])
+        first, last = int(codes.min()) - low, int(codes.max()) - low
+        if first < 0 or last >= count:
+            raise FormatError(
+                f"part 'indices' holds {first} to {last}, a codebook has codewords 0 to {count - 1}"
+            )
+    elif encoded.kind == "levels":
+        codes, count = encoded.parts["codes"], encoded.parts["levels"].shape[1]
+        low, high = level_range(count)
+        first, last = int(codes.min()), int(codes.max())
+        if first < low or last > high:
+            raise FormatError(f"codes {first} to {last}, {count} levels allow {low} to {high}")
+
+
 def codewords(encoded: Encoded) -> Tensor:
     """Tile j = sum over stages m of codebook[m k + index[m, j]]: vector quantization, or additive with stages."""
-    indices = codeword_indices(encoded)
+    indices = _codebook_rows(encoded)
     codebook = encoded.parts["codebook"].float()
     return from_tiles(summed_codewords(codebook, indices).T, encoded.shape, encoded.transposed_groups)
 
 
 def codeword_indices(encoded: Encoded) -> Tensor:
     """Rows of the codebook that make each tile, (stages, n); FormatError where one is not its stage's."""
-    codes, rows = encoded.parts["indices"], len(encoded.parts["codebook"])
-    count = rows // len(codes)
+    check_indices(encoded)
+    return _codebook_rows(encoded)
+
+
+def _codebook_rows(encoded: Encoded) -> Tensor:
+    codes, count = encoded.parts["indices"], _codewords_a_stage(encoded)
     low, _ = code_range(encoded.bits["indices"])
-    first, last = int(codes.min()) - low, int(codes.max()) - low
-    if first < 0 or last >= count:
-        raise FormatError(
-            f"part 'indices' holds {first} to {last}, a codebook has codewords 0 to {count - 1}"
-        )
-    starts = torch.arange(0, rows, count, device=codes.device, dtype=torch.int32)
+    starts = torch.arange(0, count * len(codes), count, device=codes.device, dtype=torch.int32)
     return codes.to(torch.int32) - low + starts[:, None]
+
+
+def _codewords_a_stage(encoded: Encoded) -> int:
+    return len(encoded.parts["codebook"]) // len(encoded.parts["indices"])
 
 
 def summed_codewords(codebook: Tensor, indices: Tensor) -> Tensor:
@@ -91,12 +118,7 @@ def scalar(encoded: Encoded) -> Tensor:
 def levels(encoded: Encoded) -> Tensor:
     """W = v[q + floor(L/2)]: codes (out, rest), and L levels v a channel (out, L) or for all (1, L)."""
     codes, table = encoded.parts["codes"], encoded.parts["levels"]
-    count = table.shape[1]
-    low, high = level_range(count)
-    if int(codes.min()) < low or int(codes.max()) > high:
-        raise FormatError(
-            f"codes {int(codes.min())} to {int(codes.max())}, {count} levels allow {low} to {high}"
-        )
+    low, _ = level_range(table.shape[1])
     rows = table.float().expand(len(codes), -1).gather(1, codes.long() - low)
     return from_tiles(rows.T, encoded.shape, encoded.transposed_groups)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from factorpack.budget import budget_bytes, compress_to_budget, compress_to_loss
-from factorpack.calibrate import Calibration, calibrate, evaluating
+from factorpack.calibrate import Calibration, calibrate, evaluating, forward
 from factorpack.decode import decode
 from factorpack.errors import PlanError, SourceError, while_compressing
 from factorpack.format.container import Reader, write_plain
@@ -23,6 +24,7 @@ from factorpack.plan.planner import Planner, Work
 from factorpack.plan.rules import Choice, Rules
 from factorpack.progress import Progress
 from factorpack.record import DTYPES, Encoded, LayerMoments, LayerSample
+from factorpack.runtime.apply import Applied, Mode, apply
 from factorpack.size import SizeReport, size_report
 from factorpack.solve.moments import has_moments
 from factorpack.source import Source, open_source, weight_of
@@ -87,6 +89,24 @@ class Packed(Mapping[str, Encoded]):
 
     def load_into(self, model: nn.Module) -> nn.Module:
         """Decodes straight into a model's tensors, one at a time. Names and shapes must fit exactly."""
+        return self.apply(model).model
+
+    def apply(self, model: nn.Module, mode: Mode = "dense", example: Any = None) -> Applied:
+        """Makes a model run on this file, in place. Names and shapes must fit exactly.
+
+        "dense" decodes into the model's tensors and costs nothing afterwards. "packed" leaves codes in
+        memory, and each layer rebuilds its weight in every forward. "factored" computes with the factors
+        where a tile lies inside one output filter, and is "packed" elsewhere. "auto" times all three for
+        each layer on `example`, a batch as for calibration, and takes the fastest. What became of
+        which layer, and why, is in the result's `layers`.
+
+        >>> print(packed.apply(model, "auto", example=batch))  # doctest: +SKIP
+        """
+        self._check_fits(model)
+        run = None if example is None else partial(_run_once, model, example)
+        return apply(model, self, self.aliases, mode, run)
+
+    def _check_fits(self, model: nn.Module) -> None:
         targets = model.state_dict(keep_vars=True)
         names = {*self, *self.aliases}
         if names != set(targets):
@@ -100,10 +120,6 @@ class Packed(Mapping[str, Encoded]):
                 )
             if target.is_meta:
                 raise SourceError(f"the model's tensor {name!r} is on the meta device: use to_empty() first")
-        with torch.no_grad():
-            for name, target in targets.items():
-                target.copy_(decode(self[name]))
-        return model
 
     def replace(self, tensors: Mapping[str, Encoded]) -> None:
         """Takes other tensors under the same names, in memory from now on."""
@@ -220,6 +236,11 @@ def export(packed: Packed, path: str | Path, progress: bool = True) -> None:
     encoded = packed.shapes()
     with Progress("decoding", sum(torch.Size(encoded[name][1]).numel() for name in names), progress) as bar:
         write_plain(Path(path), {name: encoded[name] for name in names}, _decoded(packed, names, bar))
+
+
+def _run_once(model: nn.Module, example: Any) -> None:
+    with evaluating(model), torch.inference_mode():
+        forward(model, example)
 
 
 def _decoded(packed: Packed, names: Sequence[str], bar: Progress) -> Iterator[Tensor]:

@@ -1,0 +1,153 @@
+"""A packed model put into the user's: which layer holds what, and the report of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from factorpack.decode import decode
+from factorpack.errors import PlanError
+from factorpack.record import Encoded
+from factorpack.runtime.factored import FACTORED, why_not_factored
+from factorpack.runtime.layers import PACKED, PackedLayer, hold_packed
+from factorpack.runtime.measure import timed
+from factorpack.runtime.weight import CODED, PackedWeight
+from factorpack.source import weight_of
+
+Mode = Literal["dense", "packed", "factored", "auto"]
+MODES: tuple[str, ...] = get_args(Mode)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """What became of one coded weight."""
+
+    name: str
+    mode: str
+    note: str = ""
+    """Why it is not the mode that was asked for, where it is not."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """What "auto" measured, by mode, for all the times the layer runs on the example."""
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{mode} {1e3 * seconds:.2f} ms" for mode, seconds in self.seconds.items())
+        return "; ".join(filter(None, (f"{self.name}: {self.mode}", times, self.note)))
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A model that runs on a packed file, and how each coded weight of it does."""
+
+    model: nn.Module
+    layers: tuple[LayerReport, ...]
+
+    @property
+    def resident_bytes(self) -> int:
+        return resident_bytes(self.model)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.layers))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A layer that could hold its weight packed, and the classes that it could then have."""
+
+    name: str
+    layer: nn.Module
+    weight: PackedWeight
+    classes: Mapping[str, type[PackedLayer]]
+    note: str
+    """Why it is not factored, where that was wished for."""
+
+
+def apply(
+    model: nn.Module,
+    tensors: Mapping[str, Encoded],
+    aliases: Mapping[str, str],
+    mode: str,
+    run_example: Callable[[], object] | None,
+) -> Applied:
+    """Fills a model whose names and shapes fit `tensors`, and makes its layers what `mode` says."""
+    if mode not in MODES:
+        raise PlanError(f"mode {mode!r}, known are {', '.join(MODES)}")
+    if mode == "auto" and run_example is None:
+        raise PlanError("mode 'auto' measures: give it an example batch")
+    targets = model.state_dict(keep_vars=True)
+    holders = _holders(model) if mode != "dense" else {}
+    candidates: list[Candidate] = []
+    reports: list[LayerReport] = []
+    for target, encoded in tensors.items():
+        names = [target, *(alias for alias, tied in aliases.items() if tied == target)]
+        held = [name for name in names if name in holders] if encoded.kind in CODED else []
+        candidates += _candidates({name: holders[name] for name in held}, encoded, mode)
+        plain = names if mode == "auto" else [name for name in names if name not in held]
+        if plain:
+            weight = decode(encoded)
+            for name in plain:
+                _fill(targets[name], weight)
+        if encoded.kind in CODED and not held:
+            note = "" if mode == "dense" else "no layer of a class that can be packed holds it"
+            reports.append(LayerReport(target, "dense", note))
+    return Applied(model, (*_settle(candidates, mode, run_example), *reports))
+
+
+def resident_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, each tensor once."""
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _holders(model: nn.Module) -> dict[str, nn.Module]:
+    """Layers that can be packed, under the name of their weight, or each of its names."""
+    return {
+        weight_of(name): module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if type(module) in PACKED
+    }
+
+
+def _candidates(layers: Mapping[str, nn.Module], encoded: Encoded, mode: str) -> Iterator[Candidate]:
+    """One for each layer; those that are tied share the codes."""
+    shared: PackedWeight | None = None
+    seen: set[nn.Module] = set()
+    for name, layer in layers.items():
+        if layer in seen:
+            continue
+        seen.add(layer)
+        assert isinstance(layer.weight, Tensor)
+        shared = shared or PackedWeight(encoded, layer.weight)
+        classes: dict[str, type[PackedLayer]] = {"packed": PACKED[type(layer)]}
+        note = "" if mode == "packed" else why_not_factored(layer, encoded)
+        if mode != "packed" and not note:
+            classes["factored"] = FACTORED[type(layer)]
+        yield Candidate(name, layer, shared, classes, note)
+
+
+def _settle(
+    candidates: list[Candidate], mode: str, run_example: Callable[[], object] | None
+) -> Iterator[LayerReport]:
+    """Turns each candidate's layer into what was asked for, or what is fastest."""
+    measured: Mapping[nn.Module, Mapping[str, float]] = {}
+    if mode == "auto" and run_example is not None:
+        measured = timed({each.layer: (each.weight, each.classes) for each in candidates}, run_example)
+    for each in candidates:
+        seconds = measured.get(each.layer, {})
+        chosen, note = mode, each.note
+        if mode == "auto":
+            chosen = min(seconds, key=lambda found: seconds[found], default="dense")
+            note = note if seconds else "it does not run on the example"
+        elif mode not in each.classes:
+            chosen = "packed"
+        if chosen != "dense":
+            hold_packed(each.layer, each.classes[chosen], each.weight)
+        yield LayerReport(each.name, chosen, note, seconds)
+
+
+def _fill(target: Tensor, weight: Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(weight)

@@ -1,0 +1,85 @@
+"""Codes of any width in bytes, and the operator that gives them back.
+
+A file's bit string suits a reader that goes from front to back. Here the bits of a code are cut into planes
+of 8, 4, 2 or 1 bits, and the numbers of a plane lie a stride apart: all that share a place in their bytes
+come out of one shift, next to each other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from factorpack.quantize.uniform import code_dtype
+
+
+def planes(bits: int) -> tuple[int, ...]:
+    """The widths a code of `bits` is cut into, its lowest bits first.
+
+    >>> planes(3), planes(8), planes(13)
+    ((2, 1), (8,), (8, 4, 1))
+    """
+    widths = [8] * (bits // 8)
+    return (*widths, *(width for width in (4, 2, 1) if bits % 8 & width))
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """What `pack_codes` makes of `count` codes."""
+    return sum(_plane_bytes(count, width) for width in planes(bits))
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Signed codes of any shape -> bytes, in the order in which the codes lie."""
+    flat = codes.reshape(-1).to(torch.int32)
+    packed, shift = [], 0
+    for width in planes(bits):
+        numbers = (flat >> shift) & ((1 << width) - 1)
+        slots = 8 // width
+        padded = numbers.new_zeros(slots * _plane_bytes(len(flat), width))
+        padded[: len(flat)] = numbers
+        places = width * torch.arange(slots, device=codes.device, dtype=torch.int32)
+        packed.append((padded.reshape(slots, -1) << places[:, None]).sum(0).to(torch.uint8))
+        shift += width
+    return torch.cat(packed)
+
+
+def unpack_reference(packed: Tensor, bits: int, count: int) -> Tensor:
+    """The inverse of `pack_codes`, in plain torch: (count,), int8 or beyond 8 bits int16."""
+    dtype = code_dtype(bits)
+    total: Tensor | None = None
+    start = shift = 0
+    for width in planes(bits):
+        size = _plane_bytes(count, width)
+        numbers = _plane(packed[start : start + size], width, count)
+        if dtype != torch.int8:
+            numbers = numbers.to(dtype)
+        total = numbers << shift if total is None else total.bitwise_or_(numbers << shift)
+        start, shift = start + size, shift + width
+    assert total is not None
+    codes = total.view(dtype)
+    if bits == 8 * dtype.itemsize:
+        return codes
+    sign = 1 << (bits - 1)
+    return (codes ^ sign) - sign
+
+
+@torch.library.custom_op("factorpack::unpack_codes", mutates_args=())
+def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
+    """`unpack_reference` as one operator: a compiler neither looks inside nor folds the codes to weights."""
+    return unpack_reference(packed, bits, count)
+
+
+@unpack_codes.register_fake
+def _(packed: Tensor, bits: int, count: int) -> Tensor:
+    return packed.new_empty(count, dtype=code_dtype(bits))
+
+
+def _plane_bytes(count: int, width: int) -> int:
+    return -(-count * width // 8)
+
+
+def _plane(packed: Tensor, width: int, count: int) -> Tensor:
+    if width == 8:
+        return packed
+    places = width * torch.arange(8 // width, device=packed.device, dtype=torch.uint8)
+    return ((packed >> places[:, None]) & ((1 << width) - 1)).reshape(-1)[:count]

@@ -1,0 +1,137 @@
+"""Layers computed as Z (C^T x): the weight is never built.
+
+A tile that lies inside one output filter and is made of whole kernels of m input channels meets the inputs
+of those channels alone. What the k columns of C make of them is the same for all filters, and a filter is
+then a sum of these with its row of Z: a convolution with C for each m channels, and one of 1x1 filters with
+Z. For a Linear layer, and pictures of one pixel, both are matrix products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from factorpack.quantize.uniform import from_codes
+from factorpack.record import Encoded
+from factorpack.runtime.layers import PackedConv1d, PackedConv2d, PackedConv3d, PackedLayer, PackedLinear
+
+_CONVOLVE: dict[int, Callable[..., Tensor]] = {
+    1: functional.conv1d,
+    2: functional.conv2d,
+    3: functional.conv3d,
+}
+
+
+def why_not_factored(layer: nn.Module, encoded: Encoded) -> str:
+    """Why a layer cannot be computed from its factors; empty where it can."""
+    if encoded.kind != "factors":
+        return f"its weight is stored as {encoded.kind!r}, only factors can be computed with"
+    if type(layer) not in FACTORED or encoded.transposed_groups:
+        return f"a {type(layer).__name__} is not computed from factors"
+    if encoded.dtype == torch.float16:
+        return "its weight is FP16, which holds neither the folded scales nor sums of codes"
+    tile, kernel = len(encoded.parts["codebook"]), math.prod(encoded.shape[2:])
+    if math.prod(encoded.shape[1:]) % tile or tile % kernel:
+        return f"a tile of {tile} does not divide a filter of {encoded.shape[1]} kernels of {kernel}"
+    return ""
+
+
+class FactoredLayer(PackedLayer):
+    """Computes from the factors; its `weight` can still be read."""
+
+    def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+        """C with all scales that can be folded into it, (d, k); Z, (n, k), whole numbers then; mu, (d, 1)."""
+        packed = self.packed
+        with torch.autocast(packed.like.device.type, enabled=False):
+            codebook = from_codes(packed.part("codebook"), packed.part("codebook_scale"))
+            latent, scale = packed.part("latent").T.to(dtype), packed.part("latent_scale")
+            if scale.shape[1] == 1:
+                codebook = codebook * scale.T
+            else:
+                latent = latent * scale.T.to(dtype)
+            mean = packed.part("mean").to(dtype) if "mean" in packed.part_shapes else None
+            return codebook.to(dtype), latent, mean
+
+
+class FactoredLinear(FactoredLayer, PackedLinear):
+    def forward(self, input: Tensor) -> Tensor:
+        dtype = _computed_in(input)
+        if dtype == torch.float16:
+            return super().forward(input)
+        codebook, latent, mean = self.factors(dtype)
+        tiles = input.to(dtype).unflatten(-1, (-1, len(codebook)))  # (..., K/d, d)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        answers = functional.linear(
+            (tiles @ codebook).flatten(-2), latent.reshape(self.out_features, -1), bias
+        )
+        return answers if mean is None else answers + (tiles @ mean).sum(-2)
+
+
+class FactoredConv(FactoredLayer, nn.modules.conv._ConvNd):
+    def forward(self, input: Tensor) -> Tensor:
+        dtype = _computed_in(input)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        if dtype == torch.float16:
+            return self._conv_forward(input, self.weight, self.bias)
+        codebook, latent, mean = self.factors(dtype)
+        dimensions = len(self.kernel_size)
+        channels = len(codebook) // math.prod(self.kernel_size)  # m
+        blocks, still = self.in_channels // channels, [1] * dimensions
+        mixed = self._slide(
+            input.to(dtype), _kernels(codebook, channels, self.kernel_size).repeat(blocks, 1, *still), blocks
+        )  # (..., blocks k, h', w')
+        by_filter = latent.reshape(self.out_channels, -1, *still)
+        answers = _CONVOLVE[dimensions](mixed, by_filter, bias, groups=self.groups)
+        if mean is None:
+            return answers
+        average = _kernels(mean, channels, self.kernel_size)
+        average = average.repeat(self.groups, blocks // self.groups, *still)
+        shared = self._slide(input.to(dtype), average, self.groups)  # (..., groups, h', w')
+        return answers + shared.repeat_interleave(self.out_channels // self.groups, -dimensions - 1)
+
+    def _slide(self, input: Tensor, kernels: Tensor, groups: int) -> Tensor:
+        """The layer's own movement with other kernels and groups."""
+        padding: str | tuple[int, ...] | int = self.padding
+        if self.padding_mode != "zeros":
+            input = functional.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
+            padding = 0
+        convolve = _CONVOLVE[len(self.kernel_size)]
+        return convolve(input, kernels, None, self.stride, padding, self.dilation, groups)
+
+
+class FactoredConv1d(FactoredConv, PackedConv1d):
+    pass
+
+
+class FactoredConv2d(FactoredConv, PackedConv2d):
+    pass
+
+
+class FactoredConv3d(FactoredConv, PackedConv3d):
+    pass
+
+
+FACTORED: dict[type[nn.Module], type[PackedLayer]] = {
+    nn.Linear: FactoredLinear,
+    nn.Conv1d: FactoredConv1d,
+    nn.Conv2d: FactoredConv2d,
+    nn.Conv3d: FactoredConv3d,
+}
+"""A layer's class -> the one that computes from factors."""
+
+
+def _kernels(columns: Tensor, channels: int, kernel_size: tuple[int, ...]) -> Tensor:
+    """Columns of tiles, (m h w, k), as kernels: (k, m, h, w)."""
+    return columns.T.reshape(-1, channels, *kernel_size)
+
+
+def _computed_in(input: Tensor) -> torch.dtype:
+    """The type torch multiplies this input in: autocast leaves FP64 alone."""
+    device = input.device.type
+    if torch.is_autocast_enabled(device) and input.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return input.dtype

@@ -1,0 +1,72 @@
+"""Layers whose weight is packed. They are what they were to any code that looks: class, settings, bias, hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from factorpack.runtime.weight import PackedWeight
+
+
+class PackedLayer(nn.Module):
+    """A layer's own forward, with a `weight` that is rebuilt whenever it is read."""
+
+    packed: PackedWeight
+
+    def _rebuilt(self) -> Tensor:
+        return self.packed()  # type: ignore[no-any-return]
+
+    weight: Any = property(_rebuilt)  # a parameter to the classes it is mixed with, which own the name
+
+
+class PackedLinear(PackedLayer, nn.Linear):
+    pass
+
+
+class PackedConv1d(PackedLayer, nn.Conv1d):
+    pass
+
+
+class PackedConv2d(PackedLayer, nn.Conv2d):
+    pass
+
+
+class PackedConv3d(PackedLayer, nn.Conv3d):
+    pass
+
+
+class PackedConvTranspose1d(PackedLayer, nn.ConvTranspose1d):
+    pass
+
+
+class PackedConvTranspose2d(PackedLayer, nn.ConvTranspose2d):
+    pass
+
+
+class PackedConvTranspose3d(PackedLayer, nn.ConvTranspose3d):
+    pass
+
+
+class PackedEmbedding(PackedLayer, nn.Embedding):
+    pass
+
+
+PACKED: dict[type[nn.Module], type[PackedLayer]] = {
+    nn.Linear: PackedLinear,
+    nn.Conv1d: PackedConv1d,
+    nn.Conv2d: PackedConv2d,
+    nn.Conv3d: PackedConv3d,
+    nn.ConvTranspose1d: PackedConvTranspose1d,
+    nn.ConvTranspose2d: PackedConvTranspose2d,
+    nn.ConvTranspose3d: PackedConvTranspose3d,
+    nn.Embedding: PackedEmbedding,
+}
+"""A layer's class -> its packed one. A subclass may do anything with its weight, so none is looked up."""
+
+
+def hold_packed(layer: nn.Module, cls: type[PackedLayer], weight: PackedWeight) -> None:
+    """Makes a layer one of a packed class in place: whoever holds it holds the packed one from now on."""
+    del layer._parameters["weight"]
+    layer.__class__ = cls
+    layer.packed = weight

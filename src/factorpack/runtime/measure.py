@@ -1,0 +1,68 @@
+"""The cost model of "auto": each layer's own inputs, through each way of computing it, on this machine."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from factorpack.runtime.layers import PackedLayer, hold_packed
+from factorpack.runtime.weight import PackedWeight
+
+ROUNDS = 5
+"""Times each way is taken, in turns, so that a slow moment of the machine meets all of them."""
+
+Ways = Mapping[nn.Module, tuple[PackedWeight, Mapping[str, type[PackedLayer]]]]
+
+
+def timed(ways: Ways, run_example: Callable[[], object]) -> dict[nn.Module, dict[str, float]]:
+    """Seconds of each layer that runs on the example, dense and in each class it could have."""
+    found: dict[nn.Module, dict[str, float]] = {}
+
+    def measure(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> None:
+        runs = {"dense": layer.forward} | {
+            mode: _variant(layer, cls, ways[layer][0]).forward for mode, cls in ways[layer][1].items()
+        }
+        total = found.setdefault(layer, dict.fromkeys(runs, 0.0))
+        for mode, seconds in _least_seconds(runs, args, kwargs).items():
+            total[mode] += seconds
+
+    hooks = [layer.register_forward_hook(measure, with_kwargs=True) for layer in ways]
+    try:
+        run_example()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _variant(layer: nn.Module, cls: type[PackedLayer], weight: PackedWeight) -> nn.Module:
+    """The layer as it would be, beside the layer as it is; the two share everything but the weight."""
+    variant = copy.copy(layer)
+    variant._parameters, variant._modules = dict(layer._parameters), dict(layer._modules)
+    hold_packed(variant, cls, weight)
+    return variant
+
+
+def _least_seconds(
+    runs: Mapping[str, Callable[..., object]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, float]:
+    least = dict.fromkeys(runs, float("inf"))
+    for turn in range(ROUNDS + 1):
+        for mode, run in runs.items():
+            _wait()
+            started = time.perf_counter()
+            run(*args, **kwargs)
+            _wait()
+            if turn:  # the first warms up
+                least[mode] = min(least[mode], time.perf_counter() - started)
+    return least
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
