@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 import factorpack as fp
+from factorpack.bench import bench
 from factorpack.comparison.commands import compare
 from factorpack.demo import demo
 from factorpack.errors import FactorpackError, PlanError
@@ -223,6 +224,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "verify": verify,
     "finetune": finetune,
     "eval": evaluate,
+    "bench": bench,
     "compare": compare,
     "demo": demo,
 }

@@ -95,7 +95,7 @@ def test_auto_takes_the_fastest(
     def pretend(runs: dict[str, object], *_: object) -> dict[str, float]:
         return {mode: 1.0 if mode == fastest else 2.0 for mode in runs}
 
-    monkeypatch.setattr(measure, "_least_seconds", pretend)
+    monkeypatch.setattr(measure, "least_seconds", pretend)
     reports = {layer.name: layer for layer in packed.apply(model, "auto", example=PICTURES).layers}
     assert reports["conv.weight"].mode == reports["head.weight"].mode == fastest
     assert reports["conv.weight"].seconds[fastest] == 1.0
@@ -110,7 +110,7 @@ def test_auto_adds_up_the_times_a_layer_runs_and_leaves_no_trace(monkeypatch: py
     layer = nn.Linear(16, 16)
     model = nn.Sequential(layer, nn.BatchNorm1d(16), nn.ReLU(), layer).train()
     packed = compress(model, fp.Scalar(4))
-    monkeypatch.setattr(measure, "_least_seconds", lambda runs, *_: dict.fromkeys(runs, 1.0))
+    monkeypatch.setattr(measure, "least_seconds", lambda runs, *_: dict.fromkeys(runs, 1.0))
     applied = packed.apply(model, "auto", example=seeded(4, 16))
     assert dict(applied.layers[0].seconds) == {"dense": 2.0, "packed": 2.0}
     assert not layer._forward_hooks
@@ -122,7 +122,7 @@ def test_auto_adds_up_the_times_a_layer_runs_and_leaves_no_trace(monkeypatch: py
 def test_times_are_taken_in_turns_after_a_warm_up() -> None:
     calls: list[str] = []
     runs = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
-    found = measure._least_seconds(runs, (), {})
+    found = measure.least_seconds(runs, (), {})
     assert calls == ["a", "b"] * (measure.ROUNDS + 1)
     assert all(0 < seconds < 1 for seconds in found.values())
 

@@ -99,7 +99,7 @@ def accuracy_by_hand(net: SmallNet, folder: Path) -> float:
 
 def test_eval_measures_a_packed_file(data: Path, packed: Path) -> None:
     found = json.loads(ok("eval", packed, *reading(data), "--json"))
-    assert set(found) == {"file", *ACCURACY}
+    assert set(found) == {"file", "mode", "layers", *ACCURACY}
     net = fp.load(packed).load_into(build())
     assert isinstance(net, SmallNet)
     assert found["file"] == str(packed)
@@ -121,6 +121,25 @@ def test_eval_measures_any_checkpoint(tmp_path: Path, data: Path, plain: Path, s
 
 def test_eval_takes_the_folder_itself_where_it_has_no_val(data: Path, packed: Path) -> None:
     assert json.loads(ok("eval", packed, *reading(data / "train"), "--json"))["samples"] == 12
+
+
+@pytest.mark.parametrize("mode", ["packed", "factored", "auto"])
+def test_eval_in_each_mode(data: Path, packed: Path, mode: str) -> None:
+    dense = json.loads(ok("eval", packed, *reading(data), "--json"))
+    found = json.loads(ok("eval", packed, *reading(data), "--mode", mode, "--json"))
+    assert found["top1"] == dense["top1"]
+    assert found["mode"] == mode
+    assert set(found["layers"]) == set(dense["layers"])
+    assert set(dense["layers"].values()) == {"dense"}
+    if mode != "auto":  # a tile of 16 does not divide the filters, so that none is factored
+        assert set(found["layers"].values()) == {"packed"}
+    lines = ok("eval", packed, *reading(data), "--mode", mode).splitlines()
+    assert len(lines) == len(found["layers"]) + 1
+
+
+def test_eval_refuses_modes_it_does_not_know_or_cannot_use(data: Path, packed: Path, plain: Path) -> None:
+    assert "'fast', known are dense" in failure("eval", packed, *reading(data), "--mode", "fast")
+    assert "is for packed files" in failure("eval", plain, *reading(data), "--mode", "packed")
 
 
 def test_eval_in_words(data: Path, packed: Path) -> None:

@@ -28,7 +28,7 @@ def timed(ways: Ways, run_example: Callable[[], object]) -> dict[nn.Module, dict
             mode: _variant(layer, cls, ways[layer][0]).forward for mode, cls in ways[layer][1].items()
         }
         total = found.setdefault(layer, dict.fromkeys(runs, 0.0))
-        for mode, seconds in _least_seconds(runs, args, kwargs).items():
+        for mode, seconds in least_seconds(runs, args, kwargs).items():
             total[mode] += seconds
 
     hooks = [layer.register_forward_hook(measure, with_kwargs=True) for layer in ways]
@@ -48,9 +48,10 @@ def _variant(layer: nn.Module, cls: type[PackedLayer], weight: PackedWeight) -> 
     return variant
 
 
-def _least_seconds(
+def least_seconds(
     runs: Mapping[str, Callable[..., object]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, float]:
+    """The least time of each of some functions, called with the same arguments in turns."""
     least = dict.fromkeys(runs, float("inf"))
     for turn in range(ROUNDS + 1):
         for mode, run in runs.items():

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -20,6 +20,7 @@ from factorpack.model import DEFAULT_METHOD, Packed, compress, load, save
 from factorpack.plan.planner import Planner
 from factorpack.plan.recipe import Recipe, read_recipe
 from factorpack.plan.rules import Rules
+from factorpack.runtime.apply import MODES, LayerReport, Mode
 from factorpack.source import model_from, open_source
 from factorpack.tune.evaluate import Accuracy
 from factorpack.tune.evaluate import evaluate as measure
@@ -55,6 +56,9 @@ def evaluate(
     batch_size: BatchSize = 64,
     image_size: ImageSize = 224,
     workers: Workers = 2,
+    mode: Annotated[
+        str, typer.Option(help=f"How a packed file runs, one of {', '.join(MODES)}: see packed.apply.")
+    ] = "dense",
     as_json: Json = False,
 ) -> None:
     """Measure top-1 and top-5 accuracy on an image folder.
@@ -63,12 +67,24 @@ def evaluate(
 
         factorpack eval resnet18.packed.safetensors --model torchvision.models:resnet18 --data imagenet
     """
-    net = weights_into(model_from(model), file).to(device())
+    net = model_from(model).to(device())
     pictures = ImageFolder(image_folder(data, "val"), image_size)
-    found = measure(net, loader(pictures, batch_size, workers), progress=not as_json)
-    if as_json:
-        print(json.dumps({"file": str(file), **asdict(found)}))
+    batches = loader(pictures, batch_size, workers)
+    layers: tuple[LayerReport, ...] = ()
+    if is_packed(file):
+        example = next(iter(batches)) if mode == "auto" else None
+        layers = load(file).apply(net, cast(Mode, mode), example).layers
+    elif mode == "dense":
+        weights_into(net, file)
     else:
+        raise PlanError(f"mode {mode!r} is for packed files, and {file} is none: 'dense' runs it")
+    found = measure(net, batches, progress=not as_json)
+    if as_json:
+        ran = {layer.name: layer.mode for layer in layers}
+        print(json.dumps({"file": str(file), **asdict(found), "mode": mode, "layers": ran}))
+    else:
+        for layer in layers if mode != "dense" else ():
+            console.print(str(layer))
         console.print(f"{file}: {_words(found)}, {found.samples_per_s:.0f} pictures/s")
 
 
