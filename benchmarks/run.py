@@ -36,6 +36,7 @@ STUDIES = {
     "compare": "benchmarks.studies.compare",
     "paths": "benchmarks.studies.paths",
     "onnx": "benchmarks.studies.onnx",
+    "runtime": "benchmarks.studies.runtime",
 }
 """Study -> the module whose `run(**case)` returns its result."""
 

@@ -46,13 +46,17 @@ class Row:
 
 
 def measure_modes(
-    file: Path, make: Callable[[], nn.Module], inputs: Sequence[Tensor], modes: Sequence[str]
+    file: Path,
+    make: Callable[[], nn.Module],
+    inputs: Sequence[Tensor],
+    modes: Sequence[str],
+    slack: float = 0.0,
 ) -> list[Row]:
     """Every mode on every batch, in turns with the model as `make` gives it."""
     rows = []
     for batch in inputs:
         original = make().eval().to(batch.device)
-        loaded = {mode: _loaded(file, make().eval().to(batch.device), mode, batch) for mode in modes}
+        loaded = {mode: _loaded(file, make().eval().to(batch.device), mode, batch, slack) for mode in modes}
         runs: dict[str, Callable[..., Any]] = {ORIGINAL: original}
         runs |= {mode: applied.model for mode, (applied, _) in loaded.items()}
         with torch.inference_mode():
@@ -73,6 +77,9 @@ def bench(
     batch: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "1,16",
     shape: Annotated[str, typer.Option(help="Shape of one input, with commas.")] = "3,224,224",
     modes: Annotated[str, typer.Option(help=f"Some of {', '.join(MODES)}, with commas.")] = ",".join(MODES),
+    slack: Annotated[
+        float, typer.Option(help="What auto may give for less memory, as a share of the layers' dense time.")
+    ] = 0.0,
     as_json: Json = False,
 ) -> None:
     """Measure latency, memory and load time of a packed file in each way it can run.
@@ -92,7 +99,7 @@ def bench(
     inputs = [
         torch.randn(count, *size, generator=generator).to(device()) for count in _numbers("--batch", batch)
     ]
-    rows = measure_modes(file, lambda: model_from(model), inputs, chosen)
+    rows = measure_modes(file, lambda: model_from(model), inputs, chosen, slack)
     if as_json:
         print(json.dumps({"file": str(file), "rows": [asdict(row) for row in rows]}))
     else:
@@ -121,9 +128,9 @@ def table_of(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _loaded(file: Path, model: nn.Module, mode: str, batch: Tensor) -> tuple[Applied, float]:
+def _loaded(file: Path, model: nn.Module, mode: str, batch: Tensor, slack: float) -> tuple[Applied, float]:
     started = time.perf_counter()
-    applied = load(file).apply(model, cast(Mode, mode), example=batch)
+    applied = load(file).apply(model, cast(Mode, mode), batch, slack)
     return applied, time.perf_counter() - started
 
 

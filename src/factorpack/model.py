@@ -91,20 +91,23 @@ class Packed(Mapping[str, Encoded]):
         """Decodes straight into a model's tensors, one at a time. Names and shapes must fit exactly."""
         return self.apply(model).model
 
-    def apply(self, model: nn.Module, mode: Mode = "dense", example: Any = None) -> Applied:
+    def apply(
+        self, model: nn.Module, mode: Mode = "dense", example: Any = None, slack: float = 0.0
+    ) -> Applied:
         """Makes a model run on this file, in place. Names and shapes must fit exactly.
 
         "dense" decodes into the model's tensors and costs nothing afterwards. "packed" leaves codes in
         memory, and each layer rebuilds its weight in every forward. "factored" computes with the factors
         where a tile lies inside one output filter, and is "packed" elsewhere. "auto" times all three for
-        each layer on `example`, a batch as for calibration, and takes the fastest. What became of
-        which layer, and why, is in the result's `layers`.
+        each layer on `example`, a batch as for calibration, and takes the fastest; with `slack` it may give
+        that share of the layers' dense time for less memory. What became of which layer, and why, is in
+        the result's `layers`.
 
         >>> print(packed.apply(model, "auto", example=batch))  # doctest: +SKIP
         """
         self._check_fits(model)
         run = None if example is None else partial(_run_once, model, example)
-        return apply(model, self, self.aliases, mode, run)
+        return apply(model, self, self.aliases, mode, run, slack)
 
     def _check_fits(self, model: nn.Module) -> None:
         targets = model.state_dict(keep_vars=True)

@@ -106,6 +106,18 @@ def test_auto_takes_the_fastest(
     )
 
 
+def test_auto_gives_time_for_memory_where_it_may(
+    model: nn.Module, packed: fp.Packed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        measure, "least_seconds", lambda runs, *_: {mode: 1.0 if mode == "dense" else 1.1 for mode in runs}
+    )
+    applied = packed.apply(model, "auto", example=PICTURES, slack=0.05)
+    modes = {layer.name: layer.mode for layer in applied.layers}
+    assert modes["head.weight"] != "dense"  # saves the most
+    assert modes["conv.weight"] == modes["up.weight"] == "dense"
+
+
 def test_auto_adds_up_the_times_a_layer_runs_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(16, 16)
     model = nn.Sequential(layer, nn.BatchNorm1d(16), nn.ReLU(), layer).train()
@@ -133,6 +145,8 @@ def test_impossible_wishes_are_refused_and_change_nothing(model: nn.Module, pack
         packed.apply(model, "fast")  # type: ignore[arg-type]
     with pytest.raises(fp.PlanError, match="give it an example batch"):
         packed.apply(model, "auto")
+    with pytest.raises(fp.PlanError, match=r"slack is -0\.1, allowed are 0 and more"):
+        packed.apply(model, "auto", example=PICTURES, slack=-0.1)
     with pytest.raises(fp.SourceError, match="the model lacks"):
         packed.apply(nn.Linear(3, 3), "packed")
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)

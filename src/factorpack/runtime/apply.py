@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from factorpack.decode import decode
 from factorpack.errors import PlanError
 from factorpack.record import Encoded
+from factorpack.runtime.choose import choose
 from factorpack.runtime.factored import FACTORED, why_not_factored
 from factorpack.runtime.layers import PACKED, PackedLayer, hold_packed
 from factorpack.runtime.measure import timed
@@ -71,12 +72,15 @@ def apply(
     aliases: Mapping[str, str],
     mode: str,
     run_example: Callable[[], object] | None,
+    slack: float,
 ) -> Applied:
     """Fills a model whose names and shapes fit `tensors`, and makes its layers what `mode` says."""
     if mode not in MODES:
         raise PlanError(f"mode {mode!r}, known are {', '.join(MODES)}")
     if mode == "auto" and run_example is None:
         raise PlanError("mode 'auto' measures: give it an example batch")
+    if not 0 <= slack < float("inf"):
+        raise PlanError(f"slack is {slack}, allowed are 0 and more: shares of the dense layers' time")
     targets = model.state_dict(keep_vars=True)
     holders = _holders(model) if mode != "dense" else {}
     candidates: list[Candidate] = []
@@ -93,7 +97,7 @@ def apply(
         if encoded.kind in CODED and not held:
             note = "" if mode == "dense" else "no layer of a class that can be packed holds it"
             reports.append(LayerReport(target, "dense", note))
-    return Applied(model, (*_settle(candidates, mode, run_example), *reports))
+    return Applied(model, (*_settle(candidates, mode, run_example, slack), *reports))
 
 
 def resident_bytes(model: nn.Module) -> int:
@@ -129,23 +133,32 @@ def _candidates(layers: Mapping[str, nn.Module], encoded: Encoded, mode: str) ->
 
 
 def _settle(
-    candidates: list[Candidate], mode: str, run_example: Callable[[], object] | None
+    candidates: list[Candidate], mode: str, run_example: Callable[[], object] | None, slack: float
 ) -> Iterator[LayerReport]:
-    """Turns each candidate's layer into what was asked for, or what is fastest."""
+    """Turns each candidate's layer into what was asked for, or what measuring chose."""
     measured: Mapping[nn.Module, Mapping[str, float]] = {}
+    fitting: Mapping[nn.Module, str] = {}
     if mode == "auto" and run_example is not None:
         measured = timed({each.layer: (each.weight, each.classes) for each in candidates}, run_example)
+        saved = {each.layer: _saved_bytes(each) for each in candidates}
+        fitting = choose(measured, saved, slack)
     for each in candidates:
         seconds = measured.get(each.layer, {})
         chosen, note = mode, each.note
         if mode == "auto":
-            chosen = min(seconds, key=lambda found: seconds[found], default="dense")
+            chosen = fitting.get(each.layer, "dense")
             note = note if seconds else "it does not run on the example"
         elif mode not in each.classes:
             chosen = "packed"
         if chosen != "dense":
             hold_packed(each.layer, each.classes[chosen], each.weight)
         yield LayerReport(each.name, chosen, note, seconds)
+
+
+def _saved_bytes(candidate: Candidate) -> int:
+    weight = candidate.layer.weight
+    assert isinstance(weight, Tensor)
+    return weight.nbytes - resident_bytes(candidate.weight)
 
 
 def _fill(target: Tensor, weight: Tensor) -> None:

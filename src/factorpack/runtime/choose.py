@@ -1,0 +1,36 @@
+"""Which way each layer takes in "auto", from what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+Layer = TypeVar("Layer")
+
+
+def choose(
+    seconds: Mapping[Layer, Mapping[str, float]], saved_bytes: Mapping[Layer, int], slack: float
+) -> dict[Layer, str]:
+    """The fastest way of each layer; then, for `slack` of the dense layers' time, less memory.
+
+    That time goes to the layers which save most bytes for a second of it, as long as it lasts.
+
+    >>> seconds = {"a": {"dense": 10.0, "packed": 10.5}, "b": {"dense": 10.0, "packed": 19.0}}
+    >>> choose(seconds, {"a": 100, "b": 100}, slack=0.0)
+    {'a': 'dense', 'b': 'dense'}
+    >>> choose(seconds, {"a": 100, "b": 100}, slack=0.05)
+    {'a': 'packed', 'b': 'dense'}
+    """
+    chosen = {layer: min(times, key=lambda mode: times[mode]) for layer, times in seconds.items()}
+    left = slack * sum(times["dense"] for times in seconds.values())
+    extra: dict[Layer, tuple[float, str]] = {}
+    for layer, times in seconds.items():
+        if chosen[layer] == "dense":
+            mode = min(times.keys() - {"dense"}, key=lambda other: times[other])
+            extra[layer] = times[mode] - times["dense"], mode
+    for layer in sorted(extra, key=lambda each: extra[each][0] / max(saved_bytes[each], 1)):
+        cost, mode = extra[layer]
+        if cost <= left and slack > 0:
+            chosen[layer] = mode
+            left -= cost
+    return chosen
