@@ -17,6 +17,7 @@ from benchmarks.tables_compare import COMPARED
 from benchmarks.tables_onnx import EXPORTED
 from benchmarks.tables_permute import PERMUTED
 from benchmarks.tables_planned import PLANNED
+from benchmarks.tables_runtime import RUNTIME
 
 PAGES = ("README.md", "docs/results.md", "docs/onnx.md")
 
@@ -221,6 +222,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **PERMUTED,
     **COMPARED,
     **EXPORTED,
+    **RUNTIME,
 }
 
 if __name__ == "__main__":

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import factorpack as fp
 from benchmarks.data import checkpoint, pretrained
-from benchmarks.measure import peak_bytes, reset_peak, seconds
+from benchmarks.measure import seconds
 from factorpack.bench import measure_modes
 from factorpack.methods import METHODS, from_fields
 from factorpack.runtime.apply import MODES
+from factorpack.runtime.layers import PackedLayer
 
 LINK_BITS_PER_S = 100e6
 
@@ -27,6 +29,7 @@ def run(
     model: str,
     batches: list[int],
     slack: float,
+    rounds: int,
     ratio: float | None = None,
     method: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -52,29 +55,24 @@ def run(
             "fp32_over_link_s": 8 * source.stat().st_size / LINK_BITS_PER_S + fp32_load,
             "packed_over_link_s": 8 * file.stat().st_size / LINK_BITS_PER_S + packed_load,
             "rows": [
-                asdict(row) for row in measure_modes(file, lambda: pretrained(model), inputs, MODES, slack)
+                asdict(row)
+                for row in measure_modes(file, lambda: pretrained(model), inputs, MODES, slack, rounds)
             ],
-            "rebuild_peak_bytes": _rebuild_peak(file, model),
+            "rebuild_peak_bytes": _rebuild_peak(fp.load(file), pretrained(model)),
         }
 
 
-def _rebuild_peak(file: Path, model: str) -> int:
-    """What rebuilding weights takes beyond the packed model, one after the other, in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.studies.runtime", json.dumps([str(file), model])]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+def _rebuild_peak(packed: fp.Packed, net: nn.Module) -> int:
+    """The most that rebuilding any one weight takes, itself included, by torch's own count of allocations."""
+    layers = [
+        module for module in packed.apply(net, "packed").model.modules() if isinstance(module, PackedLayer)
+    ]
+    return max(_allocated(layer.packed) for layer in layers)
 
 
-def _child(file: str, model: str) -> None:
-    net = pretrained(model)
-    fp.load(file).apply(net, "packed")
-    packed = [module for module in net.modules() if hasattr(module, "packed")]
-    with torch.inference_mode():
-        packed[0].packed()  # libraries load on first use
-        before = reset_peak()
-        for module in packed:
-            module.packed()
-    print(peak_bytes() - before)
-
-
-if __name__ == "__main__":
-    _child(*json.loads(sys.argv[1]))
+def _allocated(work: Callable[[], object]) -> int:
+    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    events = profiled.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(accumulate(change for _, change in changes))

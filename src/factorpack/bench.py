@@ -21,7 +21,7 @@ from factorpack.errors import PlanError
 from factorpack.model import load
 from factorpack.report.tables import human_bytes
 from factorpack.runtime.apply import MODES, Applied, Mode, resident_bytes
-from factorpack.runtime.measure import least_seconds
+from factorpack.runtime.measure import ROUNDS, least_seconds
 from factorpack.source import model_from
 from factorpack.tune.commands import Json, Model, device
 
@@ -51,6 +51,7 @@ def measure_modes(
     inputs: Sequence[Tensor],
     modes: Sequence[str],
     slack: float = 0.0,
+    rounds: int = ROUNDS,
 ) -> list[Row]:
     """Every mode on every batch, in turns with the model as `make` gives it."""
     rows = []
@@ -60,7 +61,7 @@ def measure_modes(
         runs: dict[str, Callable[..., Any]] = {ORIGINAL: original}
         runs |= {mode: applied.model for mode, (applied, _) in loaded.items()}
         with torch.inference_mode():
-            seconds = least_seconds(runs, (batch,), {})
+            seconds = least_seconds(runs, (batch,), {}, rounds)
         own = seconds[ORIGINAL]
         rows.append(Row(ORIGINAL, len(batch), own, 1.0, resident_bytes(original), None, {}))
         for mode, (applied, load_seconds) in loaded.items():
@@ -80,6 +81,7 @@ def bench(
     slack: Annotated[
         float, typer.Option(help="What auto may give for less memory, as a share of the layers' dense time.")
     ] = 0.0,
+    rounds: Annotated[int, typer.Option(help="Runs of each mode, in turns; the fastest counts.", min=1)] = 10,
     as_json: Json = False,
 ) -> None:
     """Measure latency, memory and load time of a packed file in each way it can run.
@@ -99,7 +101,7 @@ def bench(
     inputs = [
         torch.randn(count, *size, generator=generator).to(device()) for count in _numbers("--batch", batch)
     ]
-    rows = measure_modes(file, lambda: model_from(model), inputs, chosen, slack)
+    rows = measure_modes(file, lambda: model_from(model), inputs, chosen, slack, rounds)
     if as_json:
         print(json.dumps({"file": str(file), "rows": [asdict(row) for row in rows]}))
     else:

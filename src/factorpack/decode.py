@@ -52,11 +52,15 @@ def factors(encoded: Encoded) -> Tensor:
 
     How W~ is laid out in the weight is the kind's: `LAYOUTS`.
     """
+    return LAYOUTS[encoded.kind](_product(encoded), encoded.shape, encoded.transposed_groups)
+
+
+def _product(encoded: Encoded) -> Tensor:
+    """W~; on its own so that the wide factors are gone before the layout takes room for another copy."""
     codebook = from_codes(encoded.parts["codebook"], encoded.parts["codebook_scale"])
     latent = from_codes(encoded.parts["latent"], encoded.parts["latent_scale"])
     mean = encoded.parts.get("mean")
-    matrix = codebook @ latent if mean is None else torch.addmm(mean.to(latent.dtype), codebook, latent)
-    return LAYOUTS[encoded.kind](matrix, encoded.shape, encoded.transposed_groups)
+    return codebook @ latent if mean is None else torch.addmm(mean.to(latent.dtype), codebook, latent)
 
 
 def check_indices(encoded: Encoded) -> None:

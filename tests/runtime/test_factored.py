@@ -110,8 +110,8 @@ def test_a_layer_is_factored_or_says_why_not(layer: str, tile: int) -> None:
     ("layer", "method", "reason"),
     [
         ("linear", fp.Scalar(4), "stored as 'scalar'"),
-        ("embedding", fp.QSPCA(4, 4, tile=8), "a Embedding is not computed"),
-        ("transposed", fp.QSPCA(4, 4, tile=9), "a ConvTranspose2d is not computed"),
+        ("embedding", fp.QSPCA(4, 4, tile=8), "layers of class Embedding are not"),
+        ("transposed", fp.QSPCA(4, 4, tile=9), "layers of class ConvTranspose2d are not"),
         ("conv2d", fp.QSPCA(4, 4, tile=8), "a tile of 8 does not divide a filter of 8 kernels of 9"),
     ],
 )

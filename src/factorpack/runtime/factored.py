@@ -31,7 +31,7 @@ def why_not_factored(layer: nn.Module, encoded: Encoded) -> str:
     if encoded.kind != "factors":
         return f"its weight is stored as {encoded.kind!r}, only factors can be computed with"
     if type(layer) not in FACTORED or encoded.transposed_groups:
-        return f"a {type(layer).__name__} is not computed from factors"
+        return f"layers of class {type(layer).__name__} are not computed from factors"
     if encoded.dtype == torch.float16:
         return "its weight is FP16, which holds neither the folded scales nor sums of codes"
     tile, kernel = len(encoded.parts["codebook"]), math.prod(encoded.shape[2:])

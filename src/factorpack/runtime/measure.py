@@ -49,11 +49,14 @@ def _variant(layer: nn.Module, cls: type[PackedLayer], weight: PackedWeight) -> 
 
 
 def least_seconds(
-    runs: Mapping[str, Callable[..., object]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    runs: Mapping[str, Callable[..., object]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    rounds: int = ROUNDS,
 ) -> dict[str, float]:
     """The least time of each of some functions, called with the same arguments in turns."""
     least = dict.fromkeys(runs, float("inf"))
-    for turn in range(ROUNDS + 1):
+    for turn in range(rounds + 1):
         for mode, run in runs.items():
             _wait()
             started = time.perf_counter()
