@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -136,11 +137,17 @@ def forward(model: nn.Module, batch: Any) -> Any:
 
 def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     """What a model is called with for a batch: arguments by place and by name, on its device."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     inputs = _inputs(batch)
     if isinstance(inputs, Mapping):
         return (), {key: value.to(device) for key, value in inputs.items()}
     return (inputs.to(device),), {}
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's tensors are; one that runs on codes may have buffers alone."""
+    tensors = chain(model.parameters(), model.buffers())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def _inputs(batch: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import factorpack as fp
+from factorpack.calibrate import device_of
 from factorpack.decode import decode
 from factorpack.errors import FormatError
 from factorpack.runtime.codes import packed_bytes
@@ -202,6 +203,13 @@ def test_one_layer_under_two_names_is_packed_once() -> None:
     assert len(packed.apply(model, "packed").layers) == 1
     assert isinstance(layer, PackedLinear)
     assert_close(model(seeded(2, 16)), expected)
+
+
+def test_a_model_of_codes_alone_still_says_where_it_is() -> None:
+    model = nn.Sequential(nn.Linear(16, 8, bias=False))
+    compress(model, fp.Scalar(4)).apply(model, "packed")
+    assert not list(model.parameters())
+    assert device_of(model.to("meta")).type == "meta"
 
 
 def test_a_hook_a_user_had_set_still_runs() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from factorpack.calibrate import evaluating
+from factorpack.calibrate import device_of, evaluating
 from factorpack.errors import SourceError
 from factorpack.progress import Progress
 
@@ -27,7 +27,7 @@ class Accuracy:
 
 def evaluate(model: nn.Module, batches: Iterable[Any], progress: bool = True) -> Accuracy:
     """Runs a model over labelled batches, in evaluation mode, on the device it is on."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     total = len(batches) if isinstance(batches, Sized) else 0
     first, five, samples, started = 0, 0, 0, time.perf_counter()
     with evaluating(model), torch.inference_mode(), Progress("evaluating", total, progress, "batches") as bar:
