@@ -5,14 +5,15 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.data import (
+    Images,
     cifar10,
     imagenet_train,
     imagenet_val,
@@ -90,7 +91,17 @@ def _net(model: str, fp32_epochs: int) -> nn.Module:
 
 def _measured(candidate: nn.Module, model: str, fp32_epochs: int) -> Mapping[str, float]:
     """Accuracy and closeness to the original, as shares, of the net that was read back from a file."""
-    images, labels = cifar10()[1] if fp32_epochs else imagenet_val()
-    reference = predictions(_net(model, fp32_epochs), images)
-    found = fidelity(predictions(candidate.to(device()).eval(), images), reference, labels)
+    images, labels = _images(fp32_epochs)
+    answers = predictions(candidate.to(device()).eval(), images)
+    found = fidelity(answers, _reference(model, fp32_epochs), labels)
     return {"top1": found["top1"] / 100, "agreement": found["agreement"] / 100, "kl": found["kl"]}
+
+
+@cache
+def _reference(model: str, fp32_epochs: int) -> Tensor:
+    """The original's answers, once a process."""
+    return predictions(_net(model, fp32_epochs), _images(fp32_epochs)[0])
+
+
+def _images(fp32_epochs: int) -> Images:
+    return cifar10()[1] if fp32_epochs else imagenet_val()

@@ -8,7 +8,6 @@ code is half as dense as the levels that a path can reach.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from typing import Any
 
@@ -17,11 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from factorpack.format import tables as tables_format
+from factorpack.trellis import machine as machine_of
 
 REACH = 64
 """Indices beyond it are priced like it, with two bits more for each doubling."""
-_CHECKS = {2: (0o5, 0o2), 3: (0o13, 0o4), 4: (0o23, 0o4), 5: (0o45, 0o10)}
-"""Ungerboeck's parity checks h0, h1 of amplitude codes, by the logarithm of the number of states."""
 _AT_ONCE = 1 << 16
 """Numbers whose branches are priced at once: they stay in the cache."""
 
@@ -46,20 +44,10 @@ class Trellis:
         return table[:, :, 0].T.copy(), table[:, :, 1].T.copy()
 
 
-@cache
 def trellis(states: int) -> Trellis:
-    """The observer form of a systematic encoder; with 4 states this is VVC's table."""
-    memory = states.bit_length() - 1
-    h0, h1 = _CHECKS[memory]
-    after = np.zeros((states, 2), np.int64)
-    for state, parity in product(range(states), (0, 1)):
-        registers = [state >> memory - 1 - place & 1 for place in range(memory)] + [0]
-        moved = [
-            registers[place] ^ (h0 >> place & registers[0]) ^ (h1 >> place & parity)
-            for place in range(1, memory + 1)
-        ]
-        after[state, parity] = int("".join(map(str, moved)), 2)
-    return Trellis(np.arange(states) >> memory - 1, after)
+    """The file format's own machine, without the state in which quiet columns stay."""
+    found = machine_of(states)
+    return Trellis(found.quantizer[:-1].astype(np.int64), found.after[:-1].astype(np.int64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -47,7 +47,7 @@ def compress_to_loss(work: Work, max_loss: float) -> tuple[dict[str, Encoded], d
         assert whole is not None
         calibration, held = whole.split(HELD_SHARE)
         budgeter = Budgeter(work, calibration)
-        original = _source_bytes(work.source)
+        original = source_bytes(work.source)
         best: tuple[dict[str, Encoded], dict[str, Curve]] | None = None
         (low, high), ratio = RATIOS, FIRST_RATIO
         for _ in range(5):
@@ -72,7 +72,7 @@ def budget_bytes(source: Source, ratio: float | None) -> int:
     """Bytes of a file `ratio` times smaller than the checkpoint in FP32."""
     if not isinstance(ratio, int | float) or not 1 < ratio < 1e6:
         raise PlanError(f"ratio is {ratio!r}, expected a number above 1")
-    return int(_source_bytes(source) / ratio)
+    return int(source_bytes(source) / ratio)
 
 
 def divergence(
@@ -103,5 +103,6 @@ def _evaluating(model: nn.Module | None) -> AbstractContextManager[None]:
     return nullcontext() if model is None else evaluating(model)
 
 
-def _source_bytes(source: Source) -> int:
+def source_bytes(source: Source) -> int:
+    """What ratios are counted against: the checkpoint in FP32."""
     return sum(fp32_bytes(entry.dtype, entry.numel) for entry in source.entries.values())

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from factorpack.budget import budget_bytes
+from factorpack.budget import budget_bytes, source_bytes
 from factorpack.comparison.opponents import OPPONENTS, PLANNED, chosen, for_sizing, without_data
 from factorpack.comparison.search import Ladders
 from factorpack.decode import decode
@@ -24,7 +24,7 @@ from factorpack.format.streams import raw_bytes
 from factorpack.format.whole import file_bytes
 from factorpack.methods import Method, samples_of
 from factorpack.methods.codewords import tile_of
-from factorpack.model import Packed, compress, load, save
+from factorpack.model import Checkpoint, Packed, compress, load, save
 from factorpack.norms import small_leftovers
 from factorpack.permute import permute_model
 from factorpack.plan.planner import Planner
@@ -136,7 +136,7 @@ class Grid:
         else:
             method = self._ladders[name].within(budget_bytes(self._source, ratio))
             if method is None:
-                least = self._source_bytes / self._ladders[name].smallest()
+                least = source_bytes(self._source) / self._ladders[name].smallest()
                 return self._keep(Point(name, ratio, f"{least:.1f}x is the smallest it makes"))
             started = time.perf_counter()
             batches = self.calibration if samples_of(method) and self.calibration else None
@@ -186,10 +186,6 @@ class Grid:
         )
         return asdict(schedule)
 
-    @cached_property
-    def _source_bytes(self) -> int:
-        return 2 * budget_bytes(self._source, 2.0)
-
     def _keep(self, point: Point) -> Point:
         self.folder.mkdir(parents=True, exist_ok=True)
         document = {"fingerprint": self._fingerprint, **asdict(point)}
@@ -233,10 +229,10 @@ def compare(model: nn.Module, ratios: Sequence[float], folder: str | Path, **set
     return Grid(model, ratios, Path(folder), **settings).run()
 
 
-def weight_error(model: nn.Module, packed: Packed) -> float:
+def weight_error(source: Checkpoint, packed: Packed) -> float:
     """Of tensors that are weights: what rounding, or keeping less than all, has cost."""
     lost = energy = 0.0
-    for name, entry in open_source(model).entries.items():
+    for name, entry in open_source(source).entries.items():
         if not not_a_weight(entry):
             original: Tensor = entry.load().double().cpu()
             lost += float((decode(packed[name]).double().cpu() - original).square().sum())
