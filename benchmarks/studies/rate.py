@@ -35,7 +35,8 @@ def run(
 ) -> dict[str, Any]:
     """A method's `target_ratios` make a case each; `train_images` trains on that many alone, to try it out.
 
-    The method "planned" starts from the model planned into the target's bytes on `PLANNED_IMAGES` images.
+    The method "planned" starts from the model planned into the target's bytes on `PLANNED_IMAGES` images; or,
+    with a `start` below 1, into that share of the target's ratio, from which training goes on to it.
     """
     _, fp32 = cifar_net(model, seed, fp32_epochs)
     cases = [case for method in methods for case in cases_of(method, schedule)]
@@ -81,7 +82,7 @@ def _one(case: Case, model: str, seed: int, fp32_epochs: int, train_images: int)
 def _compressed(net: nn.Module, case: Case, images: torch.Tensor) -> fp.Packed:
     if case["method"]["method"] == "planned":
         planner = fp.Planner(samples=len(images), fold_norms=False)  # the norms are still to be trained
-        ratio = case["schedule"]["target_ratio"]
+        ratio = case["method"].get("start", 1.0) * case["schedule"]["target_ratio"]
         return fp.compress(net, ratio=ratio, calibration=images.split(64), planner=planner, progress=False)
     method = from_fields(METHODS, case["method"])
     layers = {pattern: from_fields(METHODS, fields) for pattern, fields in case["layers"].items()}
