@@ -53,7 +53,9 @@ def fit_classes(symbols: Symbols, step: float, with_columns: bool = True) -> Cla
     columns = _start(bins.mean(0), step) if with_columns else np.zeros(bins.shape[1], np.int64)
     upright = np.ascontiguousarray(bins.T) if with_columns else bins
     picked = _sample(bins.shape[1])
-    lengths = _code_lengths(class_counts(bins.take(picked, 1), Classing(rows, columns[picked]), size))
+    models = Classing(rows, columns).models  # of all columns: the sample may miss the last class
+    counts = class_counts(bins.take(picked, 1), Classing(rows, columns[picked]), size, models)
+    lengths = _code_lengths(counts)
     for _ in range(_ROUNDS):
         if with_columns:
             columns, lengths = _reassigned(upright, columns, rows, lengths)
@@ -66,9 +68,9 @@ def fit_classes(symbols: Symbols, step: float, with_columns: bool = True) -> Cla
     )
 
 
-def class_counts(symbols: Symbols, classing: Classing, size: int) -> Counts:
-    """How often each model meets each symbol: (models, size)."""
-    models = classing.models
+def class_counts(symbols: Symbols, classing: Classing, size: int, models: int = 0) -> Counts:
+    """How often each model meets each symbol: (models, size), or for more models than are met."""
+    models = max(models, classing.models)
     counts = np.zeros(models * size, np.int64)
     offsets = classing.columns * size
     height = max(1, _CHUNK // max(symbols.shape[1], 1))
