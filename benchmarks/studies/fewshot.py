@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import factorpack as fp
 from benchmarks.data import imagenet_train, imagenet_val, normalized, pretrained, shuffled
@@ -18,6 +19,8 @@ from factorpack.methods.codewords import Regime, tile_of
 from factorpack.permute import permute_model
 
 HELD_OUT = 200
+SHOWN = 64
+"""Images that methods which look at inputs are shown, unless they ask for more."""
 
 
 def run(
@@ -47,14 +50,17 @@ def _one(case: dict[str, Any], model: str, measure_on: str) -> dict[str, Any]:
     reference = predictions(net, held[0], 250)
     settings = dict(case["schedule"])
     batch = settings.pop("batch", 50)
-    calibration = [normalized(images[0][:64, :, 16:240, 16:240].to(device()))]
     fields = dict(case["method"])
+    shown = images[0][: fields.get("samples", SHOWN), :, 16:240, 16:240]
+    calibration = [normalized(part.to(device())) for part in shown.split(SHOWN)]
     start = net
     if fields.pop("permute", False):
         start, _ = permute_model(net, calibration[0], tile_of=partial(_tile, regime=fields["regime"]))
     packed = fp.compress(start, from_fields(METHODS, fields), calibration=calibration, progress=False)
     error = weight_error(start, packed)
     before = fidelity(predictions(_loaded(packed, model), held[0], 250), reference, held[1])
+    normed = _norms_anew(_loaded(packed, model), images[0][:, :, 16:240, 16:240])
+    anew = fidelity(predictions(normed, held[0], 250), reference, held[1])
     fp.finetune(
         packed,
         pretrained(model).to(device()),
@@ -68,12 +74,25 @@ def _one(case: dict[str, Any], model: str, measure_on: str) -> dict[str, Any]:
         report = loaded.size()
         after = fidelity(predictions(_loaded(loaded, model), held[0], 250), reference, held[1])
     sizes = {"file_ratio": report.file_ratio, "paper_ratio": report.paper_ratio}
-    return {**case, "before": before, "weight_error": error, **after, **sizes}
+    return {**case, "before": before, "norms_anew": anew, "weight_error": error, **after, **sizes}
+
+
+def _norms_anew(net: nn.Module, images: Tensor) -> nn.Module:
+    """The net with means and variances of its batch norms measured on some images, as training does first."""
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.reset_running_stats()
+            module.momentum = None  # plain means over all batches
+    net.train()
+    with torch.no_grad():
+        for part in images.split(100):
+            net(normalized(part.to(device())))
+    return net.eval()
 
 
 def _tile(_name: str, shape: tuple[int, ...], regime: Regime) -> int:
     return tile_of(shape, regime=regime)
 
 
-def _loaded(packed: fp.Packed, model: str) -> torch.nn.Module:
+def _loaded(packed: fp.Packed, model: str) -> nn.Module:
     return packed.load_into(pretrained(model)).to(device()).eval()
