@@ -34,7 +34,8 @@ def main() -> None:
     _save(fewshot(), "fewshot")
     _save(planned(), "planned")
     _save(trained(), "trained")
-    _save(compared(), "compared")
+    _save(compared("", "ImageNet top-1, %, 2,000 images", (-2, 76)), "compared")
+    _save(compared("-cifar", "CIFAR-10 top-1, %, 10,000 images", (60, 92)), "compared-trained")
     _save(curves(), "curves")
 
 
@@ -162,14 +163,14 @@ def _best(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return best[::-1]
 
 
-def compared() -> plt.Figure:
-    """Every method at the same sizes, without training."""
+def compared(suffix: str, label: str, limits: tuple[float, float]) -> plt.Figure:
+    """Every method at the same sizes."""
     figure, panes = plt.subplots(1, 2, figsize=(10.4, 5.2), sharey=True)
     for axes, (model, title) in zip(panes, MODELS.items(), strict=True):
-        points, original = points_of(model)
+        points, original = points_of(model + suffix)
         pareto_of_all(points, original["top1"], axes)
         axes.set(title=title)
-    panes[0].set(ylabel="ImageNet top-1, %, 2,000 images", ylim=(-2, 76))
+    panes[0].set(ylabel=label, ylim=limits)
     panes[1].set(ylabel="")
     figure.legend(
         *panes[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="lower center", ncols=5
@@ -179,28 +180,33 @@ def compared() -> plt.Figure:
 
 def trained() -> plt.Figure:
     """CIFAR-10 with equal epochs: the paper's settings, and nets planned into their bytes."""
-    outcome = result("rate", "resnet18")["result"]
-    first = outcome["rows"][0]["schedule"]["learning_rate"]
-    figure, axes = plt.subplots(figsize=(7.2, 4.4))
-    for name, colour, mark, words in (
-        ("qspca", "#5b8c3e", "^", "the paper's QSPCA, trained"),
-        ("planned", BLUE, "o", "planned, then trained with a rate term"),
-    ):
-        rows = [
-            row
-            for row in outcome["rows"]
-            if row["method"]["method"] == name and row["schedule"]["learning_rate"] == first
-        ]
-        for key, style in (("top1", "-"), ("top1_before", ":")):
-            points = sorted((row["file_ratio"], row[key]) for row in rows)
-            label = words if key == "top1" else f"... before training ({name})"
-            axes.plot(*zip(*points, strict=True), mark + style, color=colour, ms=5, lw=1.4, label=label)
-    axes.axhline(outcome["fp32_test_top1"], color=INK, lw=0.8)
-    axes.annotate(f"FP32 {outcome['fp32_test_top1']:.1f}", (205, outcome["fp32_test_top1"]), va="bottom")
-    axes.set(xlabel="times smaller than FP32, bytes on disk", ylabel="CIFAR-10 test accuracy, %")
-    axes.set(ylim=(84, 90.5))
-    axes.legend(frameon=False, loc="lower right")
+    figure, panes = plt.subplots(1, 2, figsize=(9.6, 4.4), sharey=True)
+    for axes, case in zip(panes, ("resnet18", "resnet18-long"), strict=True):
+        document = result("rate", case)
+        outcome, schedule = document["result"], document["settings"]["schedule"]
+        for name, colour, mark, words in (
+            ("qspca", "#5b8c3e", "^", "the paper's QSPCA, trained"),
+            ("planned", BLUE, "o", "planned, then trained with a rate term"),
+        ):
+            rows = [row for row in outcome["rows"] if _is_plain(row, name, schedule)]
+            for key, style in (("top1", "-"), ("top1_before", ":")):
+                points = sorted((row["file_ratio"], row[key]) for row in rows)
+                label = words if key == "top1" else f"... before training ({name})"
+                axes.plot(*zip(*points, strict=True), mark + style, color=colour, ms=5, lw=1.4, label=label)
+        axes.axhline(outcome["fp32_test_top1"], color=INK, lw=0.8)
+        right = axes.get_xlim()[1], outcome["fp32_test_top1"]
+        axes.annotate(f"FP32 {outcome['fp32_test_top1']:.1f}", right, va="bottom", ha="right", fontsize=8)
+        axes.set(xlabel="times smaller than FP32, bytes on disk", title=f"{schedule['epochs']} epochs")
+    panes[0].set(ylabel="CIFAR-10 test accuracy, %", ylim=(84, 90.5))
+    panes[1].legend(frameon=False, loc="lower right", fontsize=8)
     return figure
+
+
+def _is_plain(row: dict[str, Any], name: str, schedule: dict[str, Any]) -> bool:
+    """Whether a row is of a method as it is, trained with the study's own schedule."""
+    method = row["method"]
+    usual = row["schedule"]["learning_rate"] == schedule["learning_rate"]
+    return method["method"] == name and usual and "start" not in method
 
 
 def curves() -> plt.Figure:

@@ -70,7 +70,33 @@ def _trellis_row(title: str, row: dict[str, Any]) -> list[str]:
     return [title, words, f"{row['file_ratio']:.2f}", f"{row['top1']:.1f}", f"{row['kl']:.4f}"]
 
 
+def codewords() -> str:
+    """VQ, BGD and PQF in the two regimes of their papers, before and after the same few-shot training."""
+    document = result("fewshot", "codewords")
+    rows = [
+        [
+            _codewords_name(row["method"]),
+            f"{row['file_ratio']:.1f}",
+            f"{row['weight_error'] ** 0.5:.3f}",
+            *(f"{row[key]['kl']:.2f}" for key in ("before", "norms_anew")),
+            f"{row['kl']:.3f}",
+            f"{row['top1']:.1f}",
+        ]
+        for row in sorted(document["result"]["rows"], key=lambda row: row["file_ratio"] > 36)
+    ]
+    head = ["method", "file ratio", "weight error", "KL before", "norms anew", "KL trained", "top-1 trained"]
+    return f"{markdown(head, rows)}\n{document['settings']['schedule']}\n{source(document)}"
+
+
+def _codewords_name(method: dict[str, Any]) -> str:
+    told = [f"{key} {method[key]}" for key in ("samples", "damping", "gram") if key in method]
+    return ", ".join([f"{title_of(method['method'])}, {method['regime']} blocks", *told])
+
+
 COMPARED: dict[str, Callable[[], str]] = {
+    "compared-resnet18-cifar": compared("resnet18-cifar"),
+    "compared-mobilenet_v2-cifar": compared("mobilenet_v2-cifar"),
+    "codewords": codewords,
     "compared-resnet18": compared("resnet18"),
     "compared-mobilenet_v2": compared("mobilenet_v2"),
     "compared-seconds": seconds,
