@@ -20,6 +20,7 @@ from factorpack.errors import FactorpackError, PlanError
 from factorpack.methods import METHODS, Method, from_fields
 from factorpack.model import DEFAULT_METHOD
 from factorpack.onnx.commands import export
+from factorpack.page import report
 from factorpack.plan.recipe import read_recipe
 from factorpack.plan.rules import Rules
 from factorpack.report.tables import human_bytes, plain, printable, size_json, size_table
@@ -226,6 +227,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval": evaluate,
     "bench": bench,
     "compare": compare,
+    "report": report,
     "demo": demo,
 }
 

@@ -66,13 +66,13 @@ class Packed(Mapping[str, Encoded]):
         return name in self._tensors or name in self.aliases
 
     def __repr__(self) -> str:
-        where = f" in {self._reader.path}" if self._reader else ""
+        where = f" in {self._reader.path}" if self._reader is not None else ""
         return f"Packed({len(self)} tensors{where})"
 
     @property
     def path(self) -> Path | None:
         """The file this was loaded from or last saved to."""
-        return self._reader.path if self._reader else None
+        return self._reader.path if self._reader is not None else None
 
     def shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Type and shape of every decoded tensor, aliases included, without decoding any."""

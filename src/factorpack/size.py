@@ -25,6 +25,9 @@ _ITEM_OF_PART = {
     "value": "values",
 }
 
+_MULTIPLIED = {"factors": "latent", "spatial": "latent", "scalar": "codes"}
+"""The part whose codes are numbers to multiply, by kind."""
+
 # Statistics a batch norm keeps for inference. The paper counts a network's parameters, not these.
 _NOT_PARAMETERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -127,16 +130,22 @@ def words(encoded: Encoded) -> str:
         stages, (rows, tile) = len(encoded.parts["indices"]), encoded.parts["codebook"].shape
         books = f"{stages} x " if stages > 1 else ""
         return f"{books}{rows // stages} codewords of {tile} numbers, {encoded.bits['indices']} bits"
-    name, scale = ("codes", "scale") if encoded.kind == "scalar" else ("latent", "latent_scale")
+    name = _MULTIPLIED[encoded.kind]
+    scale = "scale" if encoded.kind == "scalar" else "latent_scale"
     codes, bits = encoded.parts[name], encoded.bits[name]
     if encoded.parts[scale].numel() == 1:  # the width is then that of the layer's largest number
         bits = code_width(int(codes.min()), int(codes.max()))
-    zeros = 1.0 - int(codes.count_nonzero()) / max(codes.numel(), 1)
-    text = f"{bits} bits, {zeros:.0%} zeros{', trellis' if encoded.trellis else ''}"
+    text = f"{bits} bits, {zero_share(encoded):.0%} zeros{', trellis' if encoded.trellis else ''}"
     if encoded.kind == "scalar":
         return text
     rank = int(codes.any(1).count_nonzero())
     return f"rank {rank} of {len(encoded.parts['codebook'])}, {text}"
+
+
+def zero_share(encoded: Encoded) -> float | None:
+    """The share of codes that are zero; None for kinds whose codes are not multiplied, so that zero is no less."""
+    codes = encoded.parts.get(_MULTIPLIED.get(encoded.kind, ""))
+    return None if codes is None else 1.0 - int(codes.count_nonzero()) / max(codes.numel(), 1)
 
 
 def code_width(low: int, high: int) -> int:

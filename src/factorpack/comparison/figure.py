@@ -20,7 +20,10 @@ MARKS = "o^vsDPX*<>hpdH8"
 
 
 def title_of(name: str) -> str:
-    return "planned to a budget" if name == PLANNED else OPPONENTS[name].title
+    """What a method is called in tables and figures; one of another version keeps its own name."""
+    if name == PLANNED:
+        return "planned to a budget"
+    return OPPONENTS[name].title if name in OPPONENTS else name
 
 
 def pareto(points: Sequence[Point], original: float | None, axes: Any = None) -> Any:

@@ -91,11 +91,14 @@ def save_curves(path: Path, curves: Mapping[str, Curve], fingerprint: str) -> No
         file.write(json.dumps(document, indent=1).encode())
 
 
-def load_curves(path: Path, fingerprint: str) -> dict[str, Curve] | None:
-    """Curves of this very model, data and planner; None where the file has others, or is not there."""
+def load_curves(path: Path, fingerprint: str | None = None) -> dict[str, Curve] | None:
+    """Curves of this very model, data and planner; None where the file has others, or is not there.
+
+    Without a fingerprint, to look at: curves of whatever is in the file.
+    """
     try:
         document = json.loads(path.read_text())
-        if document["fingerprint"] != fingerprint:
+        if fingerprint not in (None, document["fingerprint"]):
             return None
         return {name: Curve(**fields) for name, fields in document["curves"].items()}
     except FileNotFoundError:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from factorpack.decode import decode
-from factorpack.model import Packed
+from factorpack.model import Checkpoint, Packed
 from factorpack.record import Encoded
 from factorpack.source import Source, open_source
+
+BINS = 41
+"""Bins of an error histogram: an odd number, so that the middle one lies around zero."""
+BIN_WIDTH = 0.05
+"""Of such a bin, in standard deviations of the original weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +28,15 @@ class TensorCheck:
     """||W - W'|| / ||W||, in the Frobenius norm."""
     largest_error: float
     problem: str = ""
+    norm: float = 0.0
+    """||W||, where there was something to compare with."""
+    histogram: tuple[int, ...] = ()
+    """How many numbers erred by how much, see `error_histogram`; empty where it was not asked for."""
 
 
-def verify(packed: Packed, against: str | Path | None = None) -> Iterator[TensorCheck]:
+def verify(
+    packed: Packed, against: Checkpoint | None = None, *, histograms: bool = False
+) -> Iterator[TensorCheck]:
     """Decodes every tensor, and compares it with the original checkpoint's where there is one."""
     source = open_source(against) if against is not None else None
     originals = _names(source) if source is not None else {}
@@ -38,7 +48,7 @@ def verify(packed: Packed, against: str | Path | None = None) -> Iterator[Tensor
         elif name not in originals:
             yield TensorCheck(name, 0.0, 0.0, "not in the original")
         else:
-            yield _compare(name, weight, source.entries[originals[name]].load(), encoded)
+            yield _compare(name, weight, source.entries[originals[name]].load(), encoded, histograms)
     for name in sorted(set(originals) - {*packed, *packed.aliases}):
         yield TensorCheck(name, 0.0, 0.0, "not in the packed file")
 
@@ -47,7 +57,20 @@ def _names(source: Source) -> dict[str, str]:
     return {**{name: name for name in source.entries}, **source.aliases}
 
 
-def _compare(name: str, weight: Tensor, original: Tensor, encoded: Encoded) -> TensorCheck:
+def error_histogram(original: Tensor, difference: Tensor) -> tuple[int, ...]:
+    """Errors counted in BINS bins around zero; what lies beyond them is in the outermost two.
+
+    Empty where errors have no unit or no size: a weight without spread, or numbers that are not finite.
+    """
+    spread = float(original.double().std(correction=0)) if original.numel() else 0.0
+    if not 0.0 < spread < float("inf") or not difference.isfinite().all():
+        return ()
+    half = BINS // 2
+    places = (difference.double() / (BIN_WIDTH * spread)).round().clamp(-half, half).long() + half
+    return tuple(torch.bincount(places.flatten(), minlength=BINS).tolist())
+
+
+def _compare(name: str, weight: Tensor, original: Tensor, encoded: Encoded, histograms: bool) -> TensorCheck:
     if weight.shape != original.shape or weight.dtype != original.dtype:
         found, expected = (f"{value.dtype} {tuple(value.shape)}" for value in (weight, original))
         return TensorCheck(name, 0.0, 0.0, f"is {found}, the original {expected}")
@@ -59,7 +82,9 @@ def _compare(name: str, weight: Tensor, original: Tensor, encoded: Encoded) -> T
     relative = lost / norm if norm else (float("inf") if lost else 0.0)
     largest = float(difference.abs().max()) if difference.numel() else 0.0
     # Worse than storing nothing at all: no method does that to the weights it was given.
-    return TensorCheck(name, relative, largest, "unrelated to the original" if relative > 1.0 else "")
+    problem = "unrelated to the original" if relative > 1.0 else ""
+    counts = error_histogram(original, difference) if histograms else ()
+    return TensorCheck(name, relative, largest, problem, norm, counts)
 
 
 def _bits(value: Tensor) -> Tensor:

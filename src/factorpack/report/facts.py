@@ -1,0 +1,218 @@
+"""What a report says of a packed file: plain numbers and words, gathered before anything is drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from factorpack.errors import PlanError
+from factorpack.model import Checkpoint, Packed
+from factorpack.plan.curves import Curve
+from factorpack.report.groups import groups_of
+from factorpack.report.tables import printable
+from factorpack.report.verify import TensorCheck, verify
+from factorpack.size import TensorSize, zero_share
+
+KINDS = {
+    "factors": "quantized factors",
+    "spatial": "low-rank filters",
+    "scalar": "a code a weight",
+    "levels": "levels",
+    "codewords": "codewords",
+    "keep": "kept as they are",
+    "constant": "one value",
+}
+"""What a kind is called on the page."""
+ITEMS = {
+    "latent": "codes",
+    "codebook": "codebooks",
+    "scales": "scales",
+    "mask": "masks",
+    "mean": "means",
+    "values": "raw values",
+    "header": "headers",
+}
+"""What a stream is called on the page."""
+_LEAST_LOSS = 1e-12
+UNCODED = ("keep", "constant")
+"""Kinds that are no codes: a weight error over all weights leaves them out."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """One tensor; errors are None where there was no original to compare with."""
+
+    name: str
+    group: str
+    kind: str
+    shape: tuple[int, ...]
+    words: str
+    note: str
+    original_bytes: int
+    bytes: int
+    stored_bytes: Mapping[str, int]
+    bits: float
+    """Stored bits a number; the tensor's share of the file's header is not counted."""
+    zeros: float | None
+    error: float | None = None
+    """||W - W'|| / ||W||."""
+    largest_error: float | None = None
+    histogram: tuple[int, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CurveFacts:
+    """What a weight would cost and lose at other sizes; `here` is its size in this file."""
+
+    name: str
+    bits: tuple[float, ...]
+    losses: tuple[float, ...]
+    here: float
+    loss_here: float
+
+
+@dataclass(frozen=True, slots=True)
+class PointFacts:
+    """A file of a comparison."""
+
+    method: str
+    bytes: int
+    ratio: float
+    value: float
+    settings: str
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonFacts:
+    """Methods at several sizes. `measure` says what a point's value is: a share, of right answers or lost energy."""
+
+    title: str
+    measure: str
+    original: float | None
+    original_bytes: int
+    points: tuple[PointFacts, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything on the page."""
+
+    file: str
+    file_bytes: int
+    original_bytes: int
+    source_bytes: int
+    numbers: int
+    tensors: tuple[TensorFacts, ...]
+    aliases: int
+    error: float | None = None
+    """||W - W'|| / ||W|| over all coded weights together."""
+    curves: tuple[CurveFacts, ...] = ()
+    comparisons: tuple[ComparisonFacts, ...] = ()
+
+    @property
+    def ratio(self) -> float:
+        return self.original_bytes / self.file_bytes
+
+    @property
+    def bits(self) -> float:
+        """Of the whole file, headers included, a number."""
+        return 8 * self.file_bytes / max(self.numbers, 1)
+
+
+def gather(
+    packed: Packed,
+    original: Checkpoint | None = None,
+    curves: Mapping[str, Curve] | None = None,
+    comparisons: Sequence[ComparisonFacts] = (),
+) -> Facts:
+    """Reads a packed file through, tensor by tensor, and the original beside it where there is one."""
+    report, path = packed.size(), packed.path
+    if path is None or report.file_bytes is None:
+        raise PlanError("a report is of a file: save the packed model first")
+    groups = groups_of({line.name: line.bytes for line in report.tensors})
+    checks = {}
+    if original is not None:
+        checks = {check.name: check for check in verify(packed, original, histograms=True)}
+    coded = [checks[line.name] for line in report.tensors if line.name in checks and line.kind not in UNCODED]
+    tensors = tuple(
+        _tensor(line, groups[line.name], zero_share(packed[line.name]), checks.get(line.name))
+        for line in report.tensors
+    )
+    return Facts(
+        file=printable(Path(path).name),
+        file_bytes=report.file_bytes,
+        original_bytes=report.original_bytes,
+        source_bytes=report.source_bytes,
+        numbers=sum(math.prod(line.shape) for line in report.tensors),
+        tensors=tensors,
+        aliases=len(packed.aliases),
+        error=_together(coded),
+        curves=_curves(curves, {line.name: line for line in report.tensors}) if curves is not None else (),
+        comparisons=tuple(comparisons),
+    )
+
+
+def _tensor(line: TensorSize, group: str, zeros: float | None, check: TensorCheck | None) -> TensorFacts:
+    stored = {item: count for item, count in (line.stored_bytes or {}).items() if count}
+    compared = check if check is not None and (check.norm or not check.problem) else None
+    return TensorFacts(
+        name=printable(line.name),
+        group=printable(group),
+        kind=line.kind,
+        shape=line.shape,
+        words=line.words,
+        note=printable(line.note),
+        original_bytes=line.original_bytes,
+        bytes=line.bytes,
+        stored_bytes=stored,
+        bits=_coded_bits(line),
+        zeros=zeros,
+        error=compared.relative_error if compared else None,
+        largest_error=compared.largest_error if compared else None,
+        histogram=check.histogram if check else (),
+        problem=printable(check.problem) if check else "",
+    )
+
+
+def _coded_bits(line: TensorSize) -> float:
+    header = (line.stored_bytes or {}).get("header", 0)
+    return 8 * (line.bytes - header) / max(math.prod(line.shape), 1)
+
+
+def _together(checks: Sequence[TensorCheck]) -> float | None:
+    """The relative error of all weights as one long vector; None where there is nothing to compare."""
+    energy = sum(check.norm**2 for check in checks)
+    lost = sum((check.relative_error * check.norm) ** 2 for check in checks if check.norm)
+    return math.sqrt(lost / energy) if energy else None
+
+
+def _curves(curves: Mapping[str, Curve], lines: Mapping[str, TensorSize]) -> tuple[CurveFacts, ...]:
+    known = {name: curve for name, curve in curves.items() if name in lines}
+    if not known:
+        raise PlanError("the curves are of another model: no weight of the file has one")
+    return tuple(_curve(name, curve, lines[name]) for name, curve in known.items())
+
+
+def _curve(name: str, curve: Curve, line: TensorSize) -> CurveFacts:
+    ends = len(curve.bytes), len(curve.losses)
+    numbers = [curve.numel, *curve.bytes, *curve.losses]
+    if ends[0] != ends[1] or not ends[0] or not all(map(_is_number, numbers)) or curve.numel <= 0:
+        raise PlanError(
+            f"the curve of {name!r} has {ends} bytes and losses, expected as many numbers of each"
+        )
+    pairs = sorted(zip(curve.bytes, curve.losses, strict=True))
+    bits = tuple(8 * count / curve.numel for count, _ in pairs)
+    losses = tuple(max(loss, 0.0) for _, loss in pairs)
+    here = _coded_bits(line)
+    # Straight in the logarithm, as curves are drawn.
+    loss_here = np.exp(np.interp(here, bits, np.log(np.maximum(losses, _LEAST_LOSS))))
+    return CurveFacts(printable(name), bits, losses, here, float(loss_here))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
