@@ -29,9 +29,10 @@ from factorpack.report.html import write_page
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FIGURES = ROOT / "docs" / "figures"
 RATIO = 12
-WIDTH, HEIGHT = 1280, 1500
-_COLOURS = 128
-"""A page has few colours: a palette of this many makes the files a third of the size."""
+WIDTH = 1280
+PARTS = {"light": ("header", "#curves"), "dark": ("#pareto", "#tensors")}
+"""The picture in each theme goes from the top of one part of the page to the bottom of another."""
+_MARGIN = 20
 
 
 @contextmanager
@@ -76,12 +77,16 @@ def show(driver: webdriver.Chrome, page: Path, width: int, height: int, dark: bo
     driver.get(page.resolve().as_uri())
 
 
-def whole_page(driver: webdriver.Chrome, page: Path, width: int, dark: bool) -> Image.Image:
-    """The page from top to bottom."""
-    show(driver, page, width, 900, dark)
+def picture(driver: webdriver.Chrome, page: Path, dark: bool, first: str, last: str) -> Image.Image:
+    """The page from the element `first` to the element `last`."""
+    show(driver, page, WIDTH, 2000, dark)
     height = driver.execute_script("return document.documentElement.scrollHeight")
-    show(driver, page, width, height, dark)
-    return Image.open(io.BytesIO(driver.get_screenshot_as_png())).convert("RGB")
+    show(driver, page, WIDTH, height, dark)
+    box = "return document.querySelector(arguments[0]).getBoundingClientRect()"
+    top = driver.execute_script(f"{box}.top", first) - _MARGIN
+    bottom = driver.execute_script(f"{box}.bottom", last) + _MARGIN
+    whole = Image.open(io.BytesIO(driver.get_screenshot_as_png())).convert("RGB")
+    return whole.crop((0, max(int(top), 0), WIDTH, int(bottom)))
 
 
 def real_page(model: str, folder: Path) -> Path:
@@ -103,10 +108,12 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, chromium() as driver:
         page = real_page(arguments.model, Path(folder))
-        for dark in (False, True):
-            picture = whole_page(driver, page, WIDTH, dark).crop((0, 0, WIDTH, HEIGHT))
-            target = arguments.output / f"report-{'dark' if dark else 'light'}.png"
-            picture.quantize(_COLOURS).save(target, optimize=True)
+        for theme, (first, last) in PARTS.items():
+            taken = picture(driver, page, theme == "dark", first, last)
+            target = arguments.output / f"report-{theme}.png"
+            # A page has few colours, and rare ones matter: a legend's are a few pixels.
+            small = taken.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+            small.save(target, optimize=True)
             print(f"{target.name}: {target.stat().st_size:,} bytes")
 
 

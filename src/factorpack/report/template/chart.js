@@ -11,16 +11,13 @@ function linearTicks(from, to, count) {
 
 function logTicks(from, to, most) {
   const [first, last] = [Math.floor(Math.log10(from)), Math.ceil(Math.log10(to))];
+  const powers = Array.from({ length: last - first + 1 }, (_, place) => 10 ** (first + place));
+  const inside = (tick) => tick >= from && tick <= to;
   for (const digits of [[1, 1.5, 2, 3, 4, 5, 6, 8], [1, 2, 3, 5, 7], [1, 2, 5], [1, 3], [1]]) {
-    const ticks = [];
-    for (let power = first; power <= last; power++)
-      for (const digit of digits) if (digit * 10 ** power >= from && digit * 10 ** power <= to) ticks.push(digit * 10 ** power);
+    const ticks = powers.flatMap((power) => digits.map((digit) => digit * power)).filter(inside);
     if (ticks.length <= most) return ticks;
   }
-  const every = Math.ceil((last - first + 1) / most);
-  const ticks = [];
-  for (let power = first; power <= last; power += every) if (10 ** power >= from && 10 ** power <= to) ticks.push(10 ** power);
-  return ticks;
+  return powers.filter((_, place) => place % Math.ceil(powers.length / most) === 0).filter(inside);
 }
 
 function scale({ from, to, log }, start, end) {

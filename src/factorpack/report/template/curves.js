@@ -7,20 +7,23 @@ function curves(select) {
   const setItems = rover(box);
   const byName = new Map(facts.tensors.map((tensor) => [tensor.name, tensor]));
   const losses = facts.curves.flatMap((curve) => [...curve.losses, curve.loss_here]).filter((loss) => loss > 0);
-  const [least, most] = [Math.min(...losses), Math.max(...losses)];
-  const widest = Math.max(...facts.curves.flatMap((curve) => [...curve.bits, curve.here]));
+  const [low, high] = losses.length ? ends(losses) : [1e-3, 1];
+  const [floor, most] = [low / 1.5, high * 1.5];
+  const widest = ends(facts.curves.flatMap((curve) => [...curve.bits, curve.here]))[1];
   whenSized(box, (width) => {
+    const across = linearTicks(0, widest, width < 500 ? 5 : 9);
     const plot = chart(box, {
       label: "Loss against bits a number, a line a weight. Arrow keys move along the weights.",
-      x: { from: 0, to: widest * 1.02, ticks: linearTicks(0, widest, width < 500 ? 5 : 9), format: threeDigits, title: "bits a number" },
-      y: { from: least / 1.5, to: most * 1.5, log: true, ticks: logTicks(least / 1.5, most * 1.5, 8), format: shortPower, title: "loss" },
+      x: { from: 0, to: widest * 1.02, ticks: across, format: threeDigits, title: "bits a number" },
+      y: { from: floor, to: most, log: true, ticks: logTicks(floor, most, 8), format: shortPower, title: "loss" },
     });
     const lines = svg("g");
     const places = facts.curves.map((curve) => {
-      const points = curve.bits.map((bits, place) => [plot.x(bits), plot.y(Math.max(curve.losses[place], least / 1.5))]);
+      const down = (loss) => plot.y(Math.max(loss, floor));
+      const points = curve.bits.map((bits, place) => [plot.x(bits), down(curve.losses[place])]);
       const line = svg("path", { class: "curve", d: path(points) });
       lines.append(line);
-      const [x, y] = [plot.x(curve.here), plot.y(Math.max(curve.loss_here, least / 1.5))];
+      const [x, y] = [plot.x(curve.here), down(curve.loss_here)];
       return { curve, line, x, y, mark: svg("circle", { class: "dot", cx: x, cy: y, r: 4.5 }) };
     });
     plot.svg.append(lines, ...places.map((place) => place.mark));

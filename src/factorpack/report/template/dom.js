@@ -29,6 +29,15 @@ function swatch(colour) {
   return mark;
 }
 
+// A colour a key, in order; more keys than colours start over.
+function coloured(keys, colours) {
+  return Object.fromEntries(keys.map((key, place) => [key, colours[place % colours.length]]));
+}
+
+function ends(values) {
+  return values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
+}
+
 function inBytes(count) {
   let amount = count;
   for (const unit of ["B", "kB", "MB", "GB"]) {

@@ -55,11 +55,16 @@ function histogram(tensor) {
       const middle = (place - half) * width;
       const [left, right] = [plot.x(middle - width / 2), plot.x(middle + width / 2)];
       const bar = svg("rect", {
-        class: "histogram", x: left + 0.5, width: Math.max(right - left - 1, 0.5), y: plot.y(count), height: plot.y(0) - plot.y(count),
+        class: "histogram",
+        x: left + 0.5,
+        width: Math.max(right - left - 1, 0.5),
+        y: plot.y(count),
+        height: plot.y(0) - plot.y(count),
       });
       const edge = place === 0 || place === counts.length - 1;
       const title = edge ? `beyond ${(half * width - width / 2).toFixed(2)}` : `around ${middle.toFixed(2)}`;
-      plot.svg.append(withTip(bar, () => [`error ${title}`, [["numbers", grouped(count)], ["share", percent(count / sum)]]]));
+      const pairs = [["numbers", grouped(count)], ["share", percent(count / sum)]];
+      plot.svg.append(withTip(bar, () => [`error ${title}`, pairs]));
     });
   });
   return [el("h4", {}, "Errors of its numbers"), box];

@@ -2,6 +2,7 @@
 
 const LINE_COLOURS = ["blue", "orange", "green", "violet", "pink", "teal", "grey"];
 const CLOSE = 0.1; // of right answers: a file that loses more than this is of little use
+const LEAST_ERROR = 1e-9; // where a logarithm starts: a file that keeps every weight has no error at all
 const MARKS = ["circle", "square", "up", "diamond", "down"];
 
 function markAt(shape, x, y, size) {
@@ -22,12 +23,7 @@ function paretos() {
 
 function paretoCard(comparison) {
   const names = [...new Set(comparison.points.map((point) => point.method))];
-  const looks = new Map(
-    names.map((name, place) => [
-      name,
-      { colour: `var(--${LINE_COLOURS[place % LINE_COLOURS.length]})`, shape: MARKS[(place + Math.floor(place / LINE_COLOURS.length)) % MARKS.length], first: place === 0 },
-    ]),
-  );
+  const looks = new Map(names.map((name, place) => [name, lookOf(place)]));
   const near = closeViews(comparison);
   const shown = { without: new Set(), near };
   const box = el("div", { class: "chart tall" });
@@ -43,13 +39,25 @@ function paretoCard(comparison) {
     return button;
   });
   const scored = comparison.measure === "top-1";
-  const lead = scored
+  const words = scored
     ? "Up is more accurate, left is smaller. Choose a method to leave it out."
     : "Down is closer to the weights, left is smaller: no accuracy was measured. Choose a method to leave it out.";
   whenSized(box, draw);
-  const legend = el("ul", { class: "legend", "aria-label": "Methods" }, ...buttons.map((button) => el("li", {}, button)));
+  const items = buttons.map((button) => el("li", {}, button));
+  const legend = el("ul", { class: "legend", "aria-label": "Methods" }, ...items);
   const views = near ? viewButtons(shown, draw) : null;
-  return el("div", { class: "card pareto" }, el("h3", {}, comparison.title), el("p", { class: "lead" }, lead), views, box, legend);
+  const lead = el("p", { class: "lead" }, words);
+  return el("div", { class: "card pareto" }, el("h3", {}, comparison.title), lead, views, box, legend);
+}
+
+// Seven colours, and another mark for each round of them.
+function lookOf(place) {
+  const round = Math.floor(place / LINE_COLOURS.length);
+  return {
+    colour: `var(--${LINE_COLOURS[place % LINE_COLOURS.length]})`,
+    shape: MARKS[(place + round) % MARKS.length],
+    first: place === 0,
+  };
 }
 
 // Whether the top of the picture is worth a view of its own: some points are close to the original, some far.
@@ -81,38 +89,45 @@ function legendMark({ colour, shape }) {
   return svg("svg", { viewBox: "0 0 14 14", "aria-hidden": "true" }, mark);
 }
 
-function drawPareto(box, setItems, comparison, looks, shown) {
-  const scored = comparison.measure === "top-1";
-  const least = shown.near ? comparison.original - CLOSE : -Infinity;
-  const points = comparison.points.filter((point) => !shown.without.has(point.method));
-  const values = comparison.points.map((point) => Math.max(point.value, least));
+function paretoAxes(comparison, near, width) {
+  const values = comparison.points.map((point) => point.value);
   if (comparison.original !== null) values.push(comparison.original);
-  const sizes = comparison.points.map((point) => point.bytes);
-  const [low, high] = [Math.min(...values), Math.max(...values)];
-  const room = (high - low) * 0.08 || 0.01;
-  const y = scored
-    ? { from: Math.max(low - room, 0), to: Math.min(high + room, 1), format: (value) => `${threeDigits(100 * value)} %`, title: "top-1 accuracy" }
-    : { from: Math.max(low, 1e-9) / 1.3, to: Math.max(high, 1e-9) * 1.3, log: true, format: shortPower, title: "weight error: squared, over energy" };
-  y.ticks = scored ? linearTicks(y.from, y.to, 6) : logTicks(y.from, y.to, 6);
-  const x = { from: Math.min(...sizes) / 1.1, to: Math.max(...sizes) * 1.1, log: true, format: inBytes, title: "bytes on disk" };
-  x.ticks = logTicks(x.from, x.to, box.clientWidth < 500 ? 4 : 8);
-  const plot = chart(box, { label: `${comparison.measure} against bytes. Arrow keys move along the points.`, x, y, left: 58 });
+  let [low, high] = ends(values);
+  if (near) low = Math.max(low, comparison.original - CLOSE);
+  const [least, most] = ends(comparison.points.map((point) => point.bytes));
+  const x = { from: least / 1.1, to: most * 1.1, log: true, format: inBytes, title: "bytes on disk" };
+  x.ticks = logTicks(x.from, x.to, width < 500 ? 4 : 8);
+  if (comparison.measure === "top-1") {
+    const room = (high - low) * 0.08 || 0.01;
+    const y = { from: Math.max(low - room, 0), to: Math.min(high + room, 1), title: "top-1 accuracy" };
+    return [x, { ...y, ticks: linearTicks(y.from, y.to, 6), format: (value) => `${threeDigits(100 * value)} %` }];
+  }
+  const y = { from: Math.max(low, LEAST_ERROR) / 1.3, to: Math.max(high, LEAST_ERROR) * 1.3, log: true };
+  return [x, { ...y, ticks: logTicks(y.from, y.to, 6), format: shortPower, title: "squared weight error over energy" }];
+}
+
+function drawPareto(box, setItems, comparison, looks, shown) {
+  const points = comparison.points.filter((point) => !shown.without.has(point.method));
+  const [x, y] = paretoAxes(comparison, shown.near, box.clientWidth);
+  const label = `${comparison.measure} against bytes. Arrow keys move along the points.`;
+  const plot = chart(box, { label, x, y, left: 58 });
   references(plot, comparison, x);
   const places = [];
   const lines = clipped(plot);
   for (const [name, { colour, shape, first }] of [...looks].reverse()) {
     const own = points.filter((point) => point.method === name).sort((a, b) => a.bytes - b.bytes);
-    const line = svg("path", { class: first ? "method first" : "method", d: path(own.map((point) => [plot.x(point.bytes), plot.y(point.value)])) });
+    const high = ({ value }) => plot.y(y.log ? Math.max(value, LEAST_ERROR) : value);
+    const at = own.map((point) => [plot.x(point.bytes), high(point)]);
+    const line = svg("path", { class: first ? "method first" : "method", d: path(at) });
     line.style.stroke = colour;
     lines.append(line);
-    for (const point of own) {
-      if (point.value < y.from) continue;
-      const [px, py] = [plot.x(point.bytes), plot.y(Math.max(point.value, scored ? 0 : 1e-9))];
-      const mark = markAt(shape, px, py, first ? 5.5 : 4);
+    own.forEach((point, place) => {
+      if (!y.log && point.value < y.from) return;
+      const mark = markAt(shape, ...at[place], first ? 5.5 : 4);
       mark.classList.add("mark");
       mark.style.fill = colour;
-      places.push({ point, x: px, y: py, mark });
-    }
+      places.push({ point, x: at[place][0], y: at[place][1], mark });
+    });
   }
   plot.svg.append(...places.map((place) => place.mark));
   explorable(plot.svg, setItems, places, {
@@ -127,7 +142,8 @@ function drawPareto(box, setItems, comparison, looks, shown) {
 // A group whose lines end at the frame of the plot.
 function clipped({ svg: picture, inside }) {
   const id = `frame-${document.querySelectorAll("clipPath").length}`;
-  const frame = { x: inside.left, y: inside.top - 8, width: inside.right - inside.left + 8, height: inside.bottom - inside.top + 8 };
+  const [width, height] = [inside.right - inside.left + 8, inside.bottom - inside.top + 8];
+  const frame = { x: inside.left, y: inside.top - 8, width, height };
   const group = svg("g", { "clip-path": `url(#${id})` });
   picture.append(svg("clipPath", { id }, svg("rect", frame)), group);
   return group;
@@ -156,6 +172,6 @@ function references(plot, comparison, x) {
   if (same && facts.file_bytes > x.from && facts.file_bytes < x.to) {
     const at = plot.x(facts.file_bytes);
     plot.svg.append(svg("line", { class: "here", x1: at, x2: at, y1: top, y2: bottom }));
-    plot.svg.append(svg("text", { x: at, y: top - 5, "text-anchor": "middle" }, "this file"));
+    plot.svg.append(svg("text", { x: at, y: top - 5, "text-anchor": "middle" }, "this file's size"));
   }
 }

@@ -1,8 +1,8 @@
 // Bytes by stream: one bar for the file, and small ones for tensors.
 
-const ITEM_COLOURS = {
-  latent: "blue", codebook: "violet", scales: "orange", mask: "teal", mean: "pink", values: "green", header: "grey",
-};
+const ITEM_COLOURS = coloured(
+  Object.keys(facts.items), ["blue", "violet", "orange", "teal", "pink", "green", "grey"],
+);
 
 function itemColour(item) {
   return `var(--${ITEM_COLOURS[item]})`;

@@ -1,26 +1,39 @@
 // Every tensor in a row: a heading sorts, words filter.
 
-const largestBytes = Math.max(...facts.tensors.map((tensor) => tensor.bytes), 1);
+const largestBytes = ends(facts.tensors.map((tensor) => tensor.bytes))[1];
 const order = new Intl.Collator("en", { numeric: true });
 const compared = facts.tensors.some((tensor) => tensor.error !== null);
 
+const bytesOf = (tensor) => tensor.bytes;
+const zeros = { value: (tensor) => tensor.zeros, show: (tensor) => `${Math.round(100 * tensor.zeros)} %` };
+const error = { value: (tensor) => tensor.error, show: (tensor) => percent(tensor.error) };
+
+// `value` sorts; `show` makes what a cell holds. What has no value has an empty cell.
 const COLUMNS = [
   { title: "tensor", value: (tensor) => tensor.name },
-  { title: "bytes", class: "figure", value: (tensor) => tensor.bytes, show: (tensor) => grouped(tensor.bytes) },
-  { title: "streams", class: "parts", value: (tensor) => tensor.bytes, cell: (tensor) => streamBar(tensor, largestBytes) },
-  { title: "stored as", class: "words", value: (tensor) => `${facts.kinds[tensor.kind]}: ${tensor.words}`, cell: wordsCell },
-  { title: "shape", class: "figure", value: (tensor) => tensor.original_bytes, show: (tensor) => tensor.shape.join("×") || "1" },
+  { title: "bytes", class: "figure", value: bytesOf, show: (tensor) => grouped(tensor.bytes) },
+  { title: "streams", class: "parts", value: bytesOf, show: (tensor) => streamBar(tensor, largestBytes) },
+  { title: "stored as", class: "words", value: kindAndWords, show: swatchAndWords },
+  { title: "shape", class: "figure", value: (tensor) => tensor.original_bytes, show: shapeOf },
   { title: "smaller", class: "figure", value: ratioOf, show: (tensor) => `${ratioOf(tensor).toFixed(1)}×` },
   { title: "bits", class: "figure", value: (tensor) => tensor.bits, show: (tensor) => tensor.bits.toFixed(2) },
-  { title: "zeros", class: "figure", value: (tensor) => tensor.zeros, show: (tensor) => (tensor.zeros === null ? "" : `${Math.round(100 * tensor.zeros)} %`) },
-  ...(compared ? [{ title: "error", class: "figure", value: (tensor) => tensor.error, show: (tensor) => (tensor.error === null ? "" : percent(tensor.error)) }] : []),
+  { title: "zeros", class: "figure", ...zeros },
+  ...(compared ? [{ title: "error", class: "figure", ...error }] : []),
   { title: "why", class: "note", value: (tensor) => [tensor.problem, tensor.note].filter(Boolean).join("; ") },
 ];
 
-function wordsCell(tensor) {
+function kindAndWords(tensor) {
+  return `${facts.kinds[tensor.kind]}: ${tensor.words}`;
+}
+
+function swatchAndWords(tensor) {
   const mark = swatch(`var(--tint-${KIND_COLOURS[tensor.kind]})`);
   mark.title = facts.kinds[tensor.kind];
   return el("span", {}, mark, tensor.words);
+}
+
+function shapeOf(tensor) {
+  return tensor.shape.join("×") || "1";
 }
 
 function ratioOf(tensor) {
@@ -28,9 +41,10 @@ function ratioOf(tensor) {
 }
 
 function rowOf(tensor, select) {
-  const row = el("tr", { tabindex: "-1", "aria-selected": "false" });
+  const row = el("tr", { tabindex: "-1" });
   COLUMNS.forEach((column, place) => {
-    const content = column.cell ? column.cell(tensor) : (column.show ?? column.value)(tensor);
+    const value = column.value(tensor);
+    const content = value === null ? "" : column.show ? column.show(tensor) : value;
     const cell = el(place ? "td" : "th", place ? {} : { scope: "row", title: tensor.name }, content);
     if (column.class) cell.className = column.class;
     if (column.class === "note") cell.title = content;
@@ -95,7 +109,7 @@ function table(select) {
 
   return {
     mark: (tensor) => {
-      for (const [each, row] of rows) row.setAttribute("aria-selected", String(each === tensor));
+      for (const [each, row] of rows) row.setAttribute("aria-current", String(each === tensor));
     },
     filter: (words) => {
       filter.value = words;

@@ -1,8 +1,8 @@
 // Tensors as tiles: area is bytes, neighbours belong to the same part of the model.
 
-const KIND_COLOURS = {
-  factors: "blue", scalar: "green", codewords: "violet", levels: "orange", spatial: "teal", keep: "grey", constant: "pink",
-};
+const KIND_COLOURS = coloured(
+  Object.keys(facts.kinds), ["blue", "teal", "green", "orange", "violet", "grey", "pink"],
+);
 const LEAST_AREA = 90; // in pixels; what would be smaller is drawn together
 
 // Rectangles of these areas, largest first, that fill the box and are as square as rows of them can be.
@@ -95,7 +95,7 @@ function treemap(select, filter) {
   function tensorTile(group, tensor, first) {
     const short = tensor.name.startsWith(`${group.name}.`) ? tensor.name.slice(group.name.length + 1) : tensor.name;
     const lines = [first && short !== tensor.name ? group.name : null, short, inBytes(tensor.bytes)];
-    const tile = el("button", { type: "button", class: "tile", "aria-label": `${tensor.name}, ${inBytes(tensor.bytes)}` });
+    const tile = tileButton(`${tensor.name}, ${inBytes(tensor.bytes)}`);
     tile.addEventListener("click", () => select(tensor));
     return [withTip(tile, () => tensorTip(tensor)), lines];
   }
@@ -104,7 +104,7 @@ function treemap(select, filter) {
     const words = `${group.small.length} small`;
     const amount = inBytes(total(group.small));
     const label = `${words} ${group.small.length > 1 ? "tensors" : "tensor"} of ${group.name}, ${amount}`;
-    const tile = el("button", { type: "button", class: "tile", "aria-label": label });
+    const tile = tileButton(label);
     tile.addEventListener("click", () => filter(group.name === "others" ? "" : group.name));
     const pairs = group.small.slice(0, 5).map((tensor) => [tensor.name, inBytes(tensor.bytes)]);
     if (group.small.length > 5) pairs.push([`and ${group.small.length - 5} more`, ""]);
@@ -117,7 +117,7 @@ function treemap(select, filter) {
     squarify(groups.map(groupBytes), { x: 0, y: 0, width, height }).forEach((rectangle, place) => {
       const group = groups[place];
       // A white line of 3 pixels between groups, of 1 between tiles of a group.
-      const inner = { ...rectangle, width: Math.max(rectangle.width - 2, 1), height: Math.max(rectangle.height - 2, 1) };
+      const [wide, high] = [Math.max(rectangle.width - 2, 1), Math.max(rectangle.height - 2, 1)];
       const small = total(group.small);
       const sizes = group.tensors.map((tensor) => tensor.bytes);
       const entries = group.tensors.map((tensor, index) => [tensor, ...tensorTile(group, tensor, index === 0)]);
@@ -126,7 +126,7 @@ function treemap(select, filter) {
         sizes.splice(at < 0 ? sizes.length : at, 0, small);
         entries.splice(at < 0 ? entries.length : at, 0, [null, ...smallTile(group)]);
       }
-      squarify(sizes, inner).forEach((where, index) => {
+      squarify(sizes, { ...rectangle, width: wide, height: high }).forEach((where, index) => {
         const [tensor, tile, lines] = entries[index];
         arrange(tile, where, lines);
         paint(tile, tensor);
@@ -143,6 +143,10 @@ function treemap(select, filter) {
   };
 }
 
+function tileButton(label) {
+  return el("button", { type: "button", class: "tile", "aria-label": label });
+}
+
 function arrange(tile, { x, y, width, height }, [group, name, amount]) {
   Object.assign(tile.style, {
     left: `${x}px`, top: `${y}px`, width: `${Math.max(width - 1, 1)}px`, height: `${Math.max(height - 1, 1)}px`,
@@ -152,9 +156,10 @@ function arrange(tile, { x, y, width, height }, [group, name, amount]) {
     return;
   }
   const room = Math.floor((height - 6) / 17);
-  const lines = [group && room > 1 ? el("span", { class: "group" }, group) : null, el("span", {}, group && room < 2 ? group : name)];
-  if (lines.filter(Boolean).length < room) lines.push(el("span", {}, amount));
-  tile.append(...lines.filter(Boolean));
+  const lines = group ? [el("span", { class: "group" }, group)] : [];
+  if (lines.length < room) lines.push(el("span", {}, name));
+  if (lines.length < room) lines.push(el("span", {}, amount));
+  tile.append(...lines);
 }
 
 // The choice of what colours mean, with its legend. Returns tensor -> colour.
@@ -204,13 +209,14 @@ function scaleColours(coded, value, format) {
   const known = new Set(coded);
   const shade = (each) => bounds.filter((bound) => each > bound).length;
   return {
-    colour: (tensor) => (known.has(tensor) && value(tensor) !== null ? `var(--scale-${shade(value(tensor))})` : "var(--tint-grey)"),
-    legend: () => [
-      ...new Set([...bounds.map((bound) => shade(bound)), shade(sorted.at(-1))]),
-    ].map((place) => {
-      const members = sorted.filter((each) => shade(each) === place);
-      const ends = [format(members[0]), format(members.at(-1))];
-      return el("li", {}, swatch(`var(--scale-${place})`), ends[0] === ends[1] ? ends[0] : `${ends[0]} to ${ends[1]}`);
-    }).concat(el("li", {}, swatch("var(--tint-grey)"), "not coded")),
+    colour: (tensor) =>
+      known.has(tensor) && value(tensor) !== null ? `var(--scale-${shade(value(tensor))})` : "var(--tint-grey)",
+    legend: () => {
+      const lines = [...new Set(sorted.map(shade))].map((place) => {
+        const [least, most] = ends(sorted.filter((each) => shade(each) === place)).map(format);
+        return el("li", {}, swatch(`var(--scale-${place})`), least === most ? least : `${least} to ${most}`);
+      });
+      return [...lines, el("li", {}, swatch("var(--tint-grey)"), "not coded")];
+    },
   };
 }
