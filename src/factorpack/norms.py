@@ -16,6 +16,7 @@ from factorpack.record import Encoded, LayerMoments
 
 NORMS = nn.modules.batchnorm._BatchNorm
 DECIDED = ("excluded by", "chosen by")
+FOLDED = "folded batch norm"
 """How the notes of tensors begin that the caller decided on (plan/rules.py)."""
 MOST_SPREAD = 4.0
 """A variance is put right by this factor at most."""
@@ -141,7 +142,7 @@ def _folded(
         "running_mean": constant(mean, 0.0),
         "running_var": constant(variance, 1.0 - eps),
     }
-    return {prefix + part: encoded.noted("folded batch norm") for part, encoded in named.items()}
+    return {prefix + part: encoded.noted(FOLDED) for part, encoded in named.items()}
 
 
 def leftover(value: Tensor) -> Encoded:

@@ -12,11 +12,12 @@ import factorpack as fp
 from factorpack import size
 from factorpack.comparison.grid import weight_error
 from factorpack.decode import DECODERS
+from factorpack.norms import FOLDED
 from factorpack.plan.curves import Curve
 from factorpack.report.facts import ITEMS, KINDS, Facts, gather
 from factorpack.report.groups import groups_of
 from factorpack.report.verify import BIN_WIDTH, BINS, error_histogram
-from tests.helpers import seeded
+from tests.helpers import seeded, write_packed
 
 STATE = {
     "conv1.weight": seeded(8, 3, 3, 3),
@@ -91,6 +92,18 @@ def test_what_does_not_fit_the_original_is_a_problem_and_no_number(packed: fp.Pa
     fc = next(tensor for tensor in facts.tensors if tensor.name == "fc.weight")
     assert fc.error is None
     assert "the original" in fc.problem
+
+
+def test_a_folded_norm_is_no_problem_and_a_weight_that_says_so_is(tmp_path: Path) -> None:
+    """The note is the file's own word: it excuses no code, and hides no number."""
+    original = {"norm.weight": seeded(8), "fc.weight": seeded(16, 16)}
+    half = {"norm.weight": fp.Keep("float16")}
+    other = fp.compress({name: -3 * tensor for name, tensor in original.items()}, fp.Scalar(8), layers=half)
+    noted = {name: encoded.noted(FOLDED) for name, encoded in other.items()}
+    write_packed(tmp_path / "folded.safetensors", noted)
+    norm, weight = gather(fp.load(tmp_path / "folded.safetensors"), original).tensors
+    assert (norm.kind, norm.problem, weight.problem) == ("keep", "", "unrelated to the original")
+    assert weight.error == pytest.approx(4.0, rel=0.02)
 
 
 def test_a_report_needs_a_file() -> None:

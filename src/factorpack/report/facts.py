@@ -11,6 +11,7 @@ import numpy as np
 
 from factorpack.errors import PlanError
 from factorpack.model import Checkpoint, Packed
+from factorpack.norms import FOLDED
 from factorpack.plan.curves import Curve
 from factorpack.report.groups import groups_of
 from factorpack.report.tables import printable
@@ -160,6 +161,8 @@ def gather(
 def _tensor(line: TensorSize, group: str, zeros: float | None, check: TensorCheck | None) -> TensorFacts:
     stored = {item: count for item, count in (line.stored_bytes or {}).items() if count}
     compared = check if check is not None and (check.norm or not check.problem) else None
+    # A folded norm computes the same with other numbers: its error is told, and is no problem.
+    folded = line.kind in UNCODED and line.note.startswith(FOLDED) and compared is not None
     return TensorFacts(
         name=printable(line.name),
         group=printable(group),
@@ -175,7 +178,7 @@ def _tensor(line: TensorSize, group: str, zeros: float | None, check: TensorChec
         error=compared.relative_error if compared else None,
         largest_error=compared.largest_error if compared else None,
         histogram=check.histogram if check else (),
-        problem=printable(check.problem) if check else "",
+        problem=printable(check.problem) if check and not folded else "",
     )
 
 
