@@ -15,8 +15,9 @@ from factorpack.methods import Keep
 from factorpack.record import Encoded, LayerMoments
 
 NORMS = nn.modules.batchnorm._BatchNorm
-DECIDED = ("excluded by", "chosen by")
 FOLDED = "folded batch norm"
+"""The note of a norm's tensors that were folded."""
+DECIDED = ("excluded by", "chosen by")
 """How the notes of tensors begin that the caller decided on (plan/rules.py)."""
 MOST_SPREAD = 4.0
 """A variance is put right by this factor at most."""
