@@ -1,0 +1,93 @@
+"""Rows of codes in cells: the layout that a kernel multiplies from without unpacking to memory.
+
+A cell is a number of 16 bits that holds several codes, and those at one place of all cells of a row stand
+for neighbouring columns: code f of cell h is column f H + h of a row of H cells. A shift and a mask then
+turn a tile of cells into a tile of codes, to be multiplied by a slice of the inputs; nothing is interleaved.
+Three bits do not divide sixteen, so there three cells lie a third of the row apart: five codes in each, and
+the bit that each has left over makes a sixteenth. Codes of 8 bits are cells themselves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WIDTHS = (2, 3, 4, 8)
+"""Bits a code, of those that can be laid out."""
+GRAIN = 16
+"""H is a multiple of it, so that every row and every slice begins where wide loads may."""
+PADDING = 1 / 16
+"""The share of more bytes, for rows filled up to the grain, that is still worth it."""
+
+
+def fields(bits: int) -> int:
+    """Columns that a cell stands for, or three cells of codes of three bits.
+
+    >>> [fields(bits) for bits in WIDTHS]
+    [8, 16, 4, 1]
+    """
+    return {3: 16, 8: 1}.get(bits, 16 // bits)
+
+
+def row_cells(columns: int, bits: int) -> int:
+    """H for rows of some codes."""
+    return -(-columns // (fields(bits) * GRAIN)) * GRAIN
+
+
+def suits(columns: int, bits: int) -> bool:
+    """Whether rows are better laid out so: of a width that can be, and in need of little filling up."""
+    if bits not in WIDTHS:
+        return False
+    return row_cells(columns, bits) * fields(bits) <= (1 + PADDING) * columns
+
+
+def pack_rows(codes: Tensor, bits: int) -> Tensor:
+    """Signed codes (rows, columns) -> bytes, (rows, as many as H cells have)."""
+    rows, columns = codes.shape
+    count = row_cells(columns, bits)
+    numbers = codes.new_zeros(rows, fields(bits) * count, dtype=torch.int16)
+    numbers[:, :columns] = codes
+    if bits == 8:
+        return numbers.to(torch.int8).view(torch.uint8)
+    unsigned = (numbers + (1 << (bits - 1))).view(rows, -1, count)
+    cells = unsigned.new_zeros(rows, 3 if bits == 3 else 1, count)
+    each = 16 // bits
+    for part in range(cells.shape[1]):
+        for place in range(each):
+            cells[:, part] |= unsigned[:, each * part + place] << bits * place
+        if bits == 3:
+            cells[:, part] |= ((unsigned[:, 15] >> part) & 1) << 15
+    return cells.view(rows, -1).view(torch.uint8)
+
+
+def unpack_rows_reference(packed: Tensor, bits: int, columns: int) -> Tensor:
+    """The inverse of `pack_rows`, in plain torch: (rows, columns), int8."""
+    if bits == 8:
+        return packed.view(torch.int8)[:, :columns].clone()
+    rows, each = len(packed), 16 // bits
+    cells = as_cells(packed, bits).view(rows, 3 if bits == 3 else 1, -1)
+    codes = torch.empty(rows, fields(bits), cells.shape[2], dtype=torch.int8, device=packed.device)
+    mask, offset = (1 << bits) - 1, 1 << (bits - 1)
+    for part in range(cells.shape[1]):
+        for place in range(each):
+            codes[:, each * part + place] = (cells[:, part] >> bits * place).bitwise_and_(mask).sub_(offset)
+    if bits == 3:
+        left = (cells < 0).to(torch.int8)
+        codes[:, 15] = left[:, 0] + 2 * left[:, 1] + 4 * left[:, 2] - offset
+    return codes.view(rows, -1)[:, :columns].contiguous()
+
+
+@torch.library.custom_op("factorpack::unpack_rows", mutates_args=())
+def unpack_rows(packed: Tensor, bits: int, columns: int) -> Tensor:
+    """`unpack_rows_reference` as one operator, for the reasons that `unpack_codes` is one."""
+    return unpack_rows_reference(packed, bits, columns)
+
+
+@unpack_rows.register_fake
+def _(packed: Tensor, bits: int, columns: int) -> Tensor:  # noqa: ARG001
+    return packed.new_empty(len(packed), columns, dtype=torch.int8)
+
+
+def as_cells(packed: Tensor, bits: int) -> Tensor:
+    """Packed rows of bytes as numbers of a cell's width."""
+    return packed.view(torch.int8 if bits == 8 else torch.int16)
