@@ -17,7 +17,14 @@ from torch.nn import functional
 
 from factorpack.quantize.uniform import from_codes
 from factorpack.record import Encoded
-from factorpack.runtime.layers import PackedConv1d, PackedConv2d, PackedConv3d, PackedLayer, PackedLinear
+from factorpack.runtime.layers import (
+    PackedConv1d,
+    PackedConv2d,
+    PackedConv3d,
+    PackedLayer,
+    PackedLinear,
+    computed_in,
+)
 
 _CONVOLVE: dict[int, Callable[..., Tensor]] = {
     1: functional.conv1d,
@@ -58,22 +65,32 @@ class FactoredLayer(PackedLayer):
 
 
 class FactoredLinear(FactoredLayer, PackedLinear):
+    def prepare(self) -> None:
+        self.packed.fold()
+
     def forward(self, input: Tensor) -> Tensor:
-        dtype = _computed_in(input)
+        dtype = computed_in(input)
         if dtype == torch.float16:
             return super().forward(input)
-        codebook, latent, mean = self.factors(dtype)
-        tiles = input.to(dtype).unflatten(-1, (-1, len(codebook)))  # (..., K/d, d)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        answers = functional.linear(
-            (tiles @ codebook).flatten(-2), latent.reshape(self.out_features, -1), bias
-        )
-        return answers if mean is None else answers + (tiles @ mean).sum(-2)
+        packed = self.packed
+        tiles = input.to(dtype).unflatten(-1, (-1, packed.part_shapes["codebook"][0]))  # (..., K/d, d)
+        if packed.folded is None:
+            codebook, latent, _ = self.factors(dtype)
+            bias = None if self.bias is None else self.bias.to(dtype)
+            by_output = latent.reshape(self.out_features, -1)
+            answers = functional.linear((tiles @ codebook).flatten(-2), by_output, bias)
+        else:
+            codebook = packed.folded.view(torch.float32).to(dtype)
+            answers = self.multiplied((tiles @ codebook).flatten(-2), "latent", None)
+        if "mean" not in packed.part_shapes:
+            return answers
+        shared: Tensor = (tiles @ packed.part("mean").to(dtype)).sum(-2)
+        return answers + shared
 
 
 class FactoredConv(FactoredLayer, nn.modules.conv._ConvNd):
     def forward(self, input: Tensor) -> Tensor:
-        dtype = _computed_in(input)
+        dtype = computed_in(input)
         bias = None if self.bias is None else self.bias.to(dtype)
         if dtype == torch.float16:
             return self._conv_forward(input, self.weight, self.bias)
@@ -127,11 +144,3 @@ FACTORED: dict[type[nn.Module], type[PackedLayer]] = {
 def _kernels(columns: Tensor, channels: int, kernel_size: tuple[int, ...]) -> Tensor:
     """Columns of tiles, (m h w, k), as kernels: (k, m, h, w)."""
     return columns.T.reshape(-1, channels, *kernel_size)
-
-
-def _computed_in(input: Tensor) -> torch.dtype:
-    """The type torch multiplies this input in: autocast leaves FP64 alone."""
-    device = input.device.type
-    if torch.is_autocast_enabled(device) and input.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return input.dtype

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from factorpack.runtime.multiply import multiply_codes, on_gpu
 from factorpack.runtime.weight import PackedWeight
 
 
@@ -19,9 +21,23 @@ class PackedLayer(nn.Module):
 
     weight: Any = property(_rebuilt)  # a parameter to the classes it is mixed with, which own the name
 
+    def prepare(self) -> None:
+        """What a class computes once, when a layer becomes one of it."""
+
 
 class PackedLinear(PackedLayer, nn.Linear):
-    pass
+    def forward(self, input: Tensor) -> Tensor:
+        packed = self.packed
+        if not on_gpu(input) or "codes" not in packed.rows:
+            return super().forward(input)
+        return self.multiplied(input.to(computed_in(input)), "codes", packed.part("scale").view(-1))
+
+    def multiplied(self, inputs: Tensor, name: str, scale: Tensor | None) -> Tensor:
+        """Inputs (..., codes of a row) times rows of codes, and the bias: (..., outputs)."""
+        rows, packed = inputs.reshape(-1, inputs.shape[-1]), getattr(self.packed, name)
+        answers: Tensor = multiply_codes(rows, packed, self.packed.bits[name], scale)
+        answers = answers.view(*inputs.shape[:-1], self.out_features)
+        return answers if self.bias is None else answers + self.bias.to(inputs.dtype)
 
 
 class PackedConv1d(PackedLayer, nn.Conv1d):
@@ -69,4 +85,14 @@ def hold_packed(layer: nn.Module, cls: type[PackedLayer], weight: PackedWeight) 
     """Makes a layer one of a packed class in place: whoever holds it holds the packed one from now on."""
     del layer._parameters["weight"]
     layer.__class__ = cls
+    assert isinstance(layer, PackedLayer)
     layer.packed = weight
+    layer.prepare()
+
+
+def computed_in(input: Tensor) -> torch.dtype:
+    """The type torch multiplies this input in: autocast leaves FP64 alone."""
+    device = input.device.type
+    if torch.is_autocast_enabled(device) and input.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return input.dtype

@@ -1,0 +1,109 @@
+"""The operator that multiplies by packed rows of codes, and who computes it.
+
+On a GPU, inputs of 16 bits and small batches meet the kernel of multiply_triton.py. All else is computed by
+the plain reference, a few rows of codes at a time: on a GPU too where the kernel cannot be had, which is said
+once, and where batches are so large that unpacking hides behind the product.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+
+import torch
+from torch import Tensor
+
+from factorpack.runtime.rows import unpack_rows, unpack_rows_reference
+
+MOST_INPUTS = 64
+"""Inputs up to which the kernel is used."""
+CODES_AT_A_TIME = 1 << 24
+"""Codes that the reference unpacks at a time, so that the memory it takes has a bound."""
+
+
+def multiply_reference(inputs: Tensor, packed: Tensor, bits: int, scale: Tensor | None) -> Tensor:
+    """x (q s)^T: inputs (batch, columns), rows of codes q, and scales s: one a row, one for all, or none.
+
+    Products are in the inputs' type, but never below FP32 on a CPU, which is no slower there.
+    """
+    columns = inputs.shape[1]
+    dtype = inputs.dtype if inputs.is_cuda else torch.promote_types(inputs.dtype, torch.float32)
+    some = max(CODES_AT_A_TIME // max(columns, 1), 1)
+    pieces = []
+    for start in range(0, len(packed), some):
+        codes = unpack_rows_reference(packed[start : start + some], bits, columns)
+        if scale is None:
+            weight = codes.to(dtype)
+        else:
+            own = (scale if len(scale) == 1 else scale[start : start + some]).float()
+            weight = (codes * own[:, None]).to(dtype)
+        pieces.append(inputs.to(dtype) @ weight.T)
+    return torch.cat(pieces, 1).to(inputs.dtype)
+
+
+@torch.library.custom_op("factorpack::multiply_codes", mutates_args=())
+def multiply_codes(inputs: Tensor, packed: Tensor, bits: int, scale: Tensor | None) -> Tensor:
+    """`multiply_reference` by the fastest way there is: (batch, columns) -> (batch, rows)."""
+    if not on_gpu(inputs) or not 0 < len(inputs) <= MOST_INPUTS:
+        return multiply_reference(inputs, packed, bits, scale)
+    obstacle = why_no_kernel(inputs)
+    if obstacle:
+        _warn_once(f"packed layers are computed in plain torch, which is slower: {obstacle}")
+        return multiply_reference(inputs, packed, bits, scale)
+    from factorpack.runtime.multiply_triton import multiply_rows  # only where there is a GPU
+
+    return multiply_rows(inputs, packed, bits, scale)
+
+
+@multiply_codes.register_fake
+def _(inputs: Tensor, packed: Tensor, bits: int, scale: Tensor | None) -> Tensor:  # noqa: ARG001
+    return inputs.new_empty(len(inputs), len(packed))
+
+
+def _keep_codes(
+    ctx: torch.autograd.function.FunctionCtx,
+    inputs: tuple[Tensor, Tensor, int, Tensor | None],
+    output: Tensor,  # noqa: ARG001
+) -> None:
+    values, packed, ctx.bits, scale = inputs  # type: ignore[attr-defined]
+    ctx.columns = values.shape[1]  # type: ignore[attr-defined]
+    ctx.save_for_backward(packed, *(() if scale is None else (scale,)))
+
+
+def _gradient(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    """Of the inputs alone: codes and scales are not trained here."""
+    packed, *scale = ctx.saved_tensors  # type: ignore[attr-defined]
+    codes = unpack_rows(packed, ctx.bits, ctx.columns)  # type: ignore[attr-defined]
+    weight = codes * scale[0].float()[:, None] if scale else codes
+    return grad @ weight.to(grad.dtype), None, None, None
+
+
+multiply_codes.register_autograd(_gradient, setup_context=_keep_codes)
+
+
+def on_gpu(inputs: Tensor) -> bool:
+    """Whether a kernel is looked for."""
+    return inputs.is_cuda
+
+
+def why_no_kernel(inputs: Tensor) -> str:
+    """What keeps the kernel from these inputs; empty where nothing does."""
+    if inputs.dtype not in (torch.float16, torch.bfloat16):
+        return f"inputs are {inputs.dtype}, the kernel takes torch.float16 and torch.bfloat16"
+    if not _has_triton():
+        return "the kernel needs triton, which is not installed"
+    major, minor = torch.cuda.get_device_capability(inputs.device)
+    if torch.version.cuda is not None and major < 8:
+        return f"the kernel needs a GPU of compute capability 8.0, this one has {major}.{minor}"
+    return ""
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warnings.warn(text, stacklevel=2)

@@ -1,0 +1,291 @@
+"""Products with packed rows of codes as a kernel: cells become floats in registers and meet the inputs there.
+
+A number u is exact in the mantissa of a float whose lowest bit is worth 1: 128 + u in BF16, 1024 + u in FP16.
+So a code costs a shift, a mask that also sets the exponent, and a subtraction, each for two codes at once
+where the instructions are written out; a conversion from integers would take several times as long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from factorpack.runtime.rows import as_cells, fields, row_cells
+
+SUMMED = 256
+"""Outputs of which one program adds up the partial sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How the work is cut: a program makes `rows` x `batch` outputs, from `cells` cells of a row at a time."""
+
+    rows: int
+    batch: int
+    cells: int
+    warps: int
+    stages: int
+    programs: float
+    """Programs that each multiprocessor should have; rows are cut into pieces until there are as many."""
+
+    def splits(self, rows: int, cells: int, batch: int, processors: int) -> int:
+        """Pieces of a row that are summed apart."""
+        blocks: int = triton.cdiv(rows, self.rows) * triton.cdiv(batch, self.batch)
+        most: int = triton.cdiv(cells, self.cells)
+        return max(1, min(round(self.programs * processors / blocks), most))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _floats(cells, SHIFT: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, PAIRED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The codes at one place of the cells, in FP16 or, HALF being false, BF16."""
+    OFFSET: tl.constexpr = 1 << (BITS - 1)
+    MASK: tl.constexpr = (1 << BITS) - 1
+    if BITS == 8:
+        if HALF:
+            unsigned = (cells.to(tl.int16) + OFFSET) & MASK
+            numbers = (unsigned | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + OFFSET)
+        else:
+            numbers = cells.to(tl.bfloat16)
+    elif PAIRED and HALF:
+        numbers = tl.inline_asm_elementwise(
+            f"{{ .reg .b32 u, c; shr.u32 u, $1, {SHIFT}; lop3.b32 u, u, {MASK * 65537}, {0x64006400}, 0xea; "
+            f"mov.b32 c, {(0x6400 | OFFSET) * 65537}; sub.f16x2 $0, u, c; }}",
+            "=r,r",
+            [cells],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+    elif PAIRED:  # u 1 - c, for GPUs that add and subtract no pairs of BF16
+        numbers = tl.inline_asm_elementwise(
+            f"{{ .reg .b32 u, c, i; shr.u32 u, $1, {SHIFT}; lop3.b32 u, u, {MASK * 65537}, {0x43004300}, 0xea; "
+            f"mov.b32 c, {(0xC300 | OFFSET) * 65537}; mov.b32 i, {0x3F803F80}; fma.rn.bf16x2 $0, u, i, c; }}",
+            "=r,r",
+            [cells],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    elif HALF:
+        unsigned = (cells >> SHIFT) & MASK
+        numbers = (unsigned | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - (1024.0 + OFFSET)
+    else:
+        unsigned = (cells >> SHIFT) & MASK
+        numbers = (unsigned | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True) - (128.0 + OFFSET)
+    return numbers
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _left_over(first, second, third, PAIRED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The code of three bits that the highest bits of three cells make."""
+    if PAIRED:
+        numbers = tl.inline_asm_elementwise(
+            "{ .reg .b32 a, b, c; shr.u32 a, $1, 15; shr.u32 b, $2, 14; shr.u32 c, $3, 13; "
+            "and.b32 a, a, 0x00010001; and.b32 b, b, 0x00020002; and.b32 c, c, 0x00040004; "
+            "or.b32 a, a, b; or.b32 $0, a, c; }",
+            "=r,r,r,r",
+            [first, second, third],
+            dtype=tl.int16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        numbers = ((first >> 15) & 1) | ((second >> 14) & 2) | ((third >> 13) & 4)
+    return numbers
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_cells(cells, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.load(cells) if EVEN else tl.load(cells, inside[None, :], 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_products(  # type: ignore[no-untyped-def]
+    total,
+    cells,
+    inputs,
+    own,
+    place,
+    inside,
+    K,
+    H,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    BITS: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRED: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """`total` and what the COUNT codes of each cell add, that at its lowest place being the FIRST of all."""
+    for field in tl.static_range(COUNT):
+        column = (FIRST + field) * H + place
+        here = own if EVEN else own & (inside & (column < K))[None, :]
+        values = tl.load(inputs + column[None, :], here, 0.0)
+        total = tl.dot(_floats(cells, BITS * field, BITS, HALF, PAIRED), tl.trans(values), total)
+    return total
+
+
+@triton.jit(do_not_specialize=["batch", "scale_stride"])  # type: ignore[untyped-decorator]
+def _multiply(  # type: ignore[no-untyped-def]
+    inputs,
+    cells,
+    scale,
+    out,
+    batch,
+    N,
+    K,
+    H,
+    piece,
+    scale_stride,
+    BITS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BATCH: tl.constexpr,
+    CELLS: tl.constexpr,
+    EVEN: tl.constexpr,
+    SCALED: tl.constexpr,
+    PAIRED: tl.constexpr,
+):
+    """One program: ROWS x BATCH outputs from one piece of the rows, `piece` cells of H."""
+    HALF: tl.constexpr = inputs.dtype.element_ty == tl.float16
+    PARTS: tl.constexpr = 3 if BITS == 3 else 1
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    one = tl.program_id(1) * BATCH + tl.arange(0, BATCH)
+    first = tl.program_id(2) * piece
+    own = (one < batch)[:, None]
+    inputs += one[:, None].to(tl.int64) * K
+    cells += (row % N)[:, None].to(tl.int64) * H * PARTS
+    total = tl.zeros([ROWS, BATCH], tl.float32)
+    for start in range(first, min(first + piece, H), CELLS):
+        place = start + tl.arange(0, CELLS)
+        inside = place < H
+        at = cells + place[None, :]
+        a = _load_cells(at, inside, EVEN)
+        if BITS == 3:
+            b = _load_cells(at + H, inside, EVEN)
+            c = _load_cells(at + 2 * H, inside, EVEN)
+            total = _add_products(total, a, inputs, own, place, inside, K, H, 0, 5, BITS, HALF, PAIRED, EVEN)
+            total = _add_products(total, b, inputs, own, place, inside, K, H, 5, 5, BITS, HALF, PAIRED, EVEN)
+            total = _add_products(total, c, inputs, own, place, inside, K, H, 10, 5, BITS, HALF, PAIRED, EVEN)
+            left = _left_over(a, b, c, PAIRED)
+            total = _add_products(
+                total, left, inputs, own, place, inside, K, H, 15, 1, BITS, HALF, PAIRED, EVEN
+            )
+        else:
+            total = _add_products(
+                total, a, inputs, own, place, inside, K, H, 0, FIELDS, BITS, HALF, PAIRED, EVEN
+            )
+    if SCALED:
+        total *= tl.load(scale + (row % N) * scale_stride).to(tl.float32)[:, None]
+    out += tl.program_id(2).to(tl.int64) * batch * N + one[None, :].to(tl.int64) * N + row[:, None]
+    tl.store(out, total.to(out.dtype.element_ty), (one < batch)[None, :] & (row < N)[:, None])
+
+
+@triton.jit(do_not_specialize=["count", "scale_stride"])  # type: ignore[untyped-decorator]
+def _sum_pieces(  # type: ignore[no-untyped-def]
+    pieces, scale, out, N, count, scale_stride, SCALED: tl.constexpr, SUMMED: tl.constexpr
+):
+    """One program: SUMMED outputs of one of the batch, always summed in the same order."""
+    row = tl.program_id(0) * SUMMED + tl.arange(0, SUMMED)
+    here = row < N
+    at = tl.program_id(1).to(tl.int64) * N + row
+    total = tl.zeros([SUMMED], tl.float32)
+    for piece in range(count):
+        total += tl.load(pieces + piece * tl.num_programs(1).to(tl.int64) * N + at, here, 0.0)
+    if SCALED:
+        total *= tl.load(scale + row * scale_stride, here, 0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), here)
+
+
+def multiply_rows(
+    inputs: Tensor,
+    packed: Tensor,
+    bits: int,
+    scale: Tensor | None,
+    launch: Launch | None = None,
+    paired: bool | None = None,
+) -> Tensor:
+    """See multiply.py. `paired` is for two codes an instruction, NVIDIA's own; the interpreter knows none."""
+    batch, columns = inputs.shape
+    rows, count = len(packed), row_cells(columns, bits)
+    inputs, packed = inputs.contiguous(), packed.contiguous()
+    launch = launch or chosen(bits, batch)
+    splits = launch.splits(rows, count, batch, _processors(inputs.device))
+    piece = triton.cdiv(triton.cdiv(count, launch.cells), splits) * launch.cells
+    splits = triton.cdiv(count, piece)
+    whole = splits == 1
+    out = torch.empty(batch, rows, dtype=inputs.dtype, device=inputs.device)
+    sums = out if whole else torch.empty(splits, batch, rows, device=inputs.device)
+    scale_stride = 0 if scale is None or len(scale) == 1 else 1
+    _multiply[triton.cdiv(rows, launch.rows), triton.cdiv(batch, launch.batch), splits](
+        inputs,
+        as_cells(packed, bits),
+        scale,
+        sums,
+        batch,
+        rows,
+        columns,
+        count,
+        piece,
+        scale_stride,
+        BITS=bits,
+        FIELDS=fields(bits),
+        ROWS=launch.rows,
+        BATCH=launch.batch,
+        CELLS=launch.cells,
+        EVEN=count % launch.cells == 0 and columns == fields(bits) * count,
+        SCALED=whole and scale is not None,
+        PAIRED=torch.version.cuda is not None if paired is None else paired,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
+    if not whole:
+        _sum_pieces[triton.cdiv(rows, SUMMED), batch](
+            sums, scale, out, rows, splits, scale_stride, SCALED=scale is not None, SUMMED=SUMMED, num_warps=2
+        )
+    return out
+
+
+def chosen(bits: int, batch: int) -> Launch:
+    """What was fastest on an H200: benchmarks/studies/kernels.py finds it."""
+    size = next(size for size in sorted(LAUNCHES[bits]) if batch <= size or size == max(LAUNCHES[bits]))
+    return LAUNCHES[bits][size]
+
+
+LAUNCHES: dict[int, dict[int, Launch]] = {
+    2: {
+        1: Launch(rows=64, batch=8, cells=64, warps=4, stages=3, programs=4),
+        8: Launch(rows=64, batch=8, cells=64, warps=4, stages=3, programs=4),
+        16: Launch(rows=64, batch=16, cells=32, warps=4, stages=3, programs=4),
+        64: Launch(rows=64, batch=32, cells=32, warps=4, stages=3, programs=4),
+    },
+    3: {
+        1: Launch(rows=64, batch=8, cells=32, warps=4, stages=3, programs=4),
+        8: Launch(rows=64, batch=8, cells=32, warps=4, stages=3, programs=4),
+        16: Launch(rows=64, batch=16, cells=32, warps=4, stages=3, programs=4),
+        64: Launch(rows=128, batch=32, cells=32, warps=4, stages=2, programs=2),
+    },
+    4: {
+        1: Launch(rows=32, batch=8, cells=64, warps=2, stages=4, programs=8),
+        8: Launch(rows=32, batch=8, cells=64, warps=2, stages=4, programs=8),
+        16: Launch(rows=64, batch=16, cells=64, warps=4, stages=3, programs=4),
+        64: Launch(rows=128, batch=32, cells=64, warps=4, stages=3, programs=2),
+    },
+    8: {
+        1: Launch(rows=64, batch=8, cells=128, warps=4, stages=4, programs=4),
+        8: Launch(rows=64, batch=8, cells=128, warps=4, stages=4, programs=4),
+        16: Launch(rows=64, batch=16, cells=128, warps=4, stages=4, programs=4),
+        64: Launch(rows=128, batch=64, cells=128, warps=4, stages=3, programs=2),
+    },
+}
+"""Bits a code -> inputs up to which it holds -> the launch."""
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
