@@ -37,6 +37,7 @@ STUDIES = {
     "paths": "benchmarks.studies.paths",
     "onnx": "benchmarks.studies.onnx",
     "runtime": "benchmarks.studies.runtime",
+    "kernels": "benchmarks.studies.kernels",
 }
 """Study -> the module whose `run(**case)` returns its result."""
 
