@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -22,6 +23,7 @@ from factorpack.record import Encoded
 from factorpack.runtime import multiply_triton
 from factorpack.runtime.factored import FactoredLinear
 from factorpack.runtime.layers import PackedLayer, PackedLinear, hold_packed
+from factorpack.runtime.multiply import multiply_reference
 from factorpack.runtime.multiply_triton import LAUNCHES, Launch, multiply_rows
 from factorpack.runtime.rows import fields, pack_rows
 from factorpack.runtime.weight import PackedWeight
@@ -33,6 +35,8 @@ REPLAYS = 11
 TAILS = [(256, 4096), (1000, 3000), (33, 515), (257, 4112), (1, 1)]
 """Rows and columns of the checks: whole tiles, and tails of every kind."""
 CHECKED_BATCHES = [1, 2, 3, 5, 8, 9, 16, 17, 33, 64]
+SEARCHED = ([(4096, 2048), (8192, 4096)], [(8192, 8192), (8192, 14336)])
+"""Matrices of codes, small and large, that launches are searched for on."""
 BUCKETS = {1: (1, (8, 16)), 8: (4, (8, 16)), 16: (16, (16,)), 64: (64, (32, 64))}
 """Largest batch of a bucket -> the batch that is timed for it, and the sizes of `Launch.batch` tried."""
 MOST_ERROR = 2.0**-16
@@ -73,27 +77,32 @@ def run(
     broken = [outcome["launch"] for outcome in failed if outcome.get("launch")]
     bandwidth = _copy_bytes_per_s()
     say(f"copies move {bandwidth / 1e12:.2f} TB/s")
-    found = {}
+    found: list[dict[str, Any]] = []
     if search:
         deadline = time.perf_counter() + search_seconds
         for width, tried in candidates.items():
             usable = [launch for launch in tried if asdict(launch) not in broken]
-            found[str(width)] = _search(width, usable, deadline, say)
+            found += _search(width, usable, deadline, say)
     dense = [_dense_row(shape, batch, say) for shape, batch in product(layers, batches)]
     rows = [
         _packed_row(shape, share, width, batch, tile, bandwidth, dense, say)
         for shape, share, width, batch in product(layers, [*shares, None], bits, batches)
     ]
+    crossover = [row for width in bits for row in _crossover(width, say)]
+    for width, table in LAUNCHES.items():
+        for size, pair in table.items():
+            say(f"{width}: {size}: {pair}")
     return {
         "copy_bytes_per_s": bandwidth,
         "checks": {"count": len(checks), "failed": failed, "largest_error": worst},
         "launches": {
-            str(width): {str(size): asdict(launch) for size, launch in table.items()}
+            str(width): {str(size): [asdict(launch) for launch in pair] for size, pair in table.items()}
             for width, table in LAUNCHES.items()
         },
         "search": found,
         "dense": dense,
         "packed": rows,
+        "crossover": crossover,
     }
 
 
@@ -156,41 +165,69 @@ def _random_codes(bits: int, *shape: int) -> Tensor:
 
 def _search(
     bits: int, candidates: list[Launch], deadline: float, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """The launch that is best over two layers, for each size of batch; it is used from then on."""
-    weights = {
-        shape: _copies(pack_rows(_random_codes(bits, *shape), bits))
-        for shape in ((4096, 2048), (8192, 14336))
-    }
-    best: dict[str, Any] = {}
-    for size, (batch, sizes) in BUCKETS.items():
-        trials: list[dict[str, Any]] = []
-        for launch in candidates:
-            if time.perf_counter() > deadline or launch.batch not in sizes:
+) -> list[dict[str, Any]]:
+    """The launches that are best over small and over large matrices, for each size of batch; used from then on."""
+    found = []
+    for place, shapes in enumerate(SEARCHED):
+        weights = [_copies(pack_rows(_random_codes(bits, *shape), bits)) for shape in shapes]
+        for size, (batch, sizes) in BUCKETS.items():
+            inputs = [torch.randn(batch, shape[1], device=DEVICE, dtype=torch.bfloat16) for shape in shapes]
+            trials = []
+            for launch in candidates:
+                if launch.batch in sizes and time.perf_counter() < deadline:
+                    trials += _trials(launch, bits, inputs, weights, say)
+            if not trials:
                 continue
-            for programs in (2.0, 4.0, 8.0) if launch.rows >= 64 else (4.0, 8.0, 16.0):
-                tried = Launch(**{**asdict(launch), "programs": programs})
-                try:
-                    times = [
-                        _launch_us(shape, packed, bits, batch, tried) for shape, packed in weights.items()
-                    ]
-                except Exception as error:
-                    say(f"{tried}: {type(error).__name__}: {error}"[:200])
-                    break
-                trials.append({"launch": asdict(tried), "us": times})
-        if not trials:
-            continue
-        least = [min(trial["us"][place] for trial in trials) for place in range(len(weights))]
-        trials.sort(key=lambda trial: math.prod(us / low for us, low in zip(trial["us"], least, strict=True)))
-        LAUNCHES[bits][size] = Launch(**trials[0]["launch"])
-        best[str(size)] = {"least_us": least, "tried": len(trials), "best": trials[:8]}
-        say(f"{bits} bits, batch {batch}: {trials[0]} of {len(trials)}, least {least}")
-    return best
+            least = [min(times) for times in zip(*(trial["us"] for trial in trials), strict=True)]
+            trials.sort(
+                key=lambda each: math.prod(us / low for us, low in zip(each["us"], least, strict=True))
+            )
+            pair = list(LAUNCHES[bits][size])
+            pair[place] = Launch(**trials[0]["launch"])
+            LAUNCHES[bits][size] = (pair[0], pair[1])
+            found.append(
+                {"bits": bits, "batch": batch, "shapes": shapes, "least_us": least, "best": trials[:8]}
+            )
+            say(f"{bits} bits, batch {batch}: {trials[0]}, the best of {len(trials)}; least {least}")
+    return found
 
 
-def _launch_us(shape: tuple[int, int], packed: list[Tensor], bits: int, batch: int, launch: Launch) -> float:
-    inputs = torch.randn(batch, shape[1], device=DEVICE, dtype=torch.bfloat16)
-    return _graph_us([lambda one=one: multiply_rows(inputs, one, bits, None, launch) for one in packed], 5)
+def _trials(
+    launch: Launch, bits: int, inputs: list[Tensor], weights: list[list[Tensor]], say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Microseconds of a launch on some matrices, each cut into more and more pieces."""
+    trials = []
+    for programs in (1.0, 2.0, 4.0, 8.0) if launch.rows >= 64 else (1.0, 4.0, 8.0, 16.0):
+        tried = Launch(**{**asdict(launch), "programs": programs})
+        try:
+            times = [
+                _graph_us([partial(multiply_rows, x, w, bits, None, tried) for w in copies], 5)
+                for x, copies in zip(inputs, weights, strict=True)
+            ]
+        except Exception as error:
+            say(f"{tried}: {type(error).__name__}: {error}"[:200])
+            break
+        trials.append({"launch": asdict(tried), "us": times})
+    return trials
+
+
+def _crossover(bits: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Where rebuilding the weight overtakes the kernel as batches grow."""
+    rows, columns = SEARCHED[1][-1]
+    weights = _copies(pack_rows(_random_codes(bits, rows, columns), bits))
+    found = []
+    for batch in (64, 128, 256, 512, 1024):
+        values = torch.randn(batch, columns, device=DEVICE, dtype=torch.bfloat16)
+        row: dict[str, Any] = {"bits": bits, "batch": batch}
+        ways = {"kernel_us": multiply_rows, "rebuilt_us": multiply_reference}
+        try:
+            for name, way in ways.items():
+                row[name] = _graph_us([partial(way, values, w, bits, None) for w in weights], 5)
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {error}"[:300]
+        say(f"crossover {row}")
+        found.append(row)
+    return found
 
 
 def _dense_row(shape: list[int], batch: int, say: Callable[[str], None]) -> dict[str, Any]:
@@ -199,7 +236,7 @@ def _dense_row(shape: list[int], batch: int, say: Callable[[str], None]) -> dict
     row: dict[str, Any] = {"shape": shape, "batch": batch}
     values = torch.randn(batch, inputs, device=DEVICE, dtype=torch.bfloat16)
     weights = _copies(torch.randn(outputs, inputs, device=DEVICE, dtype=torch.bfloat16))
-    calls = [lambda one=one: functional.linear(values, one) for one in weights]
+    calls = [partial(functional.linear, values, one) for one in weights]
     row["bf16_us"] = _graph_us(calls)
     row["bf16_eager_us"] = _eager_us(calls)
     try:
@@ -207,7 +244,7 @@ def _dense_row(shape: list[int], batch: int, say: Callable[[str], None]) -> dict
         packed = _copies(torch.ops.aten._convert_weight_to_int4pack(bytes_, INNER_TILES))
         scales = torch.rand(inputs // GROUP, outputs, 2, device=DEVICE).bfloat16()
         row["int4_us"] = _graph_us(
-            [lambda one=one: torch.ops.aten._weight_int4pack_mm(values, one, GROUP, scales) for one in packed]
+            [partial(torch.ops.aten._weight_int4pack_mm, values, one, GROUP, scales) for one in packed]
         )
     except Exception as error:
         row["int4_us"], row["int4_error"] = None, f"{type(error).__name__}: {error}"[:300]
@@ -232,18 +269,27 @@ def _packed_row(
         layers = [copy.deepcopy(layer) for _ in range(_copy_count(_bytes(layer)))]
         values = torch.randn(batch, shape[1], device=DEVICE, dtype=torch.bfloat16)
         with torch.inference_mode():
-            calls = [lambda one=one: one(values) for one in layers]
+            calls = [partial(one, values) for one in layers]
             row["us"], row["eager_us"] = _graph_us(calls), _eager_us(calls)
         beside = next(each for each in dense if each["shape"] == shape and each["batch"] == batch)
         row["packed_bytes"] = _bytes(layer)
         row["faster_than_bf16"] = beside["bf16_us"] / row["us"]
         row["faster_than_int4"] = beside["int4_us"] / row["us"] if beside["int4_us"] else None
         row["share_of_copy_bandwidth"] = row["packed_bytes"] / (row["us"] * 1e-6) / bandwidth
-        row["launch"] = asdict(multiply_triton.chosen(bits, batch))
+        row["launch"] = asdict(multiply_triton.chosen(bits, batch, round((share or 1) * math.prod(shape))))
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {error}"[:300]
-    say(f"packed { {name: value for name, value in row.items() if name != 'launch'} }")
+    say(_line(row))
     return row
+
+
+def _line(row: dict[str, Any]) -> str:
+    head = f"{row['shape'][0]}x{row['shape'][1]} k/d {row['share']} {row['bits']} bits batch {row['batch']}: "
+    if "error" in row:
+        return head + row["error"]
+    beside = f"x{row['faster_than_bf16']:.2f} bf16, x{row['faster_than_int4'] or math.nan:.2f} int4"
+    bandwidth = f"{row['share_of_copy_bandwidth']:.0%} of copies"
+    return f"{head}{row['us']:.1f} us, {beside}, {bandwidth}, eager {row['eager_us']:.0f} us"
 
 
 def _layer(shape: list[int], share: float | None, bits: int, tile: int) -> nn.Module:

@@ -72,20 +72,19 @@ class FactoredLinear(FactoredLayer, PackedLinear):
         dtype = computed_in(input)
         if dtype == torch.float16:
             return super().forward(input)
-        packed = self.packed
-        tiles = input.to(dtype).unflatten(-1, (-1, packed.part_shapes["codebook"][0]))  # (..., K/d, d)
-        if packed.folded is None:
-            codebook, latent, _ = self.factors(dtype)
-            bias = None if self.bias is None else self.bias.to(dtype)
-            by_output = latent.reshape(self.out_features, -1)
-            answers = functional.linear((tiles @ codebook).flatten(-2), by_output, bias)
-        else:
-            codebook = packed.folded.view(torch.float32).to(dtype)
-            answers = self.multiplied((tiles @ codebook).flatten(-2), "latent", None)
-        if "mean" not in packed.part_shapes:
-            return answers
-        shared: Tensor = (tiles @ packed.part("mean").to(dtype)).sum(-2)
-        return answers + shared
+        packed, values = self.packed, input.to(dtype)
+        tiles = values.unflatten(-1, (-1, packed.part_shapes["codebook"][0]))  # (..., K/d, d)
+        if packed.folded is not None:
+            mixed = (tiles @ packed.folded.to(dtype)).flatten(-2)
+            answers = self.multiplied(mixed, "latent", None)
+            mean = packed.folded_mean
+            return answers if mean is None else answers + values @ mean.to(dtype)
+        codebook, latent, mean = self.factors(dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        answers = functional.linear(
+            (tiles @ codebook).flatten(-2), latent.reshape(self.out_features, -1), bias
+        )
+        return answers if mean is None else answers + (tiles @ mean).sum(-2)
 
 
 class FactoredConv(FactoredLayer, nn.modules.conv._ConvNd):

@@ -48,12 +48,15 @@ def multiply_codes(inputs: Tensor, packed: Tensor, bits: int, scale: Tensor | No
     if not on_gpu(inputs) or not 0 < len(inputs) <= MOST_INPUTS:
         return multiply_reference(inputs, packed, bits, scale)
     obstacle = why_no_kernel(inputs)
-    if obstacle:
-        _warn_once(f"packed layers are computed in plain torch, which is slower: {obstacle}")
-        return multiply_reference(inputs, packed, bits, scale)
-    from factorpack.runtime.multiply_triton import multiply_rows  # only where there is a GPU
+    if not obstacle:
+        from factorpack.runtime.multiply_triton import UNSUITED, multiply_rows  # only where there is a GPU
 
-    return multiply_rows(inputs, packed, bits, scale)
+        try:
+            return multiply_rows(inputs, packed, bits, scale)
+        except UNSUITED as error:
+            obstacle = f"the kernel does not suit this GPU or triton ({error})"
+    _warn_once(f"packed layers are computed in plain torch, which is slower: {obstacle}")
+    return multiply_reference(inputs, packed, bits, scale)
 
 
 @multiply_codes.register_fake

@@ -7,6 +7,7 @@ where the instructions are written out; a conversion from integers would take se
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from factorpack.runtime.rows import as_cells, fields, row_cells
 
+UNSUITED = (triton.OutOfResources, triton.CompilationError)
+"""What is raised, before anything runs, where a GPU or a version of triton cannot do what is asked."""
 SUMMED = 256
 """Outputs of which one program adds up the partial sums."""
 
@@ -213,7 +216,7 @@ def multiply_rows(
     batch, columns = inputs.shape
     rows, count = len(packed), row_cells(columns, bits)
     inputs, packed = inputs.contiguous(), packed.contiguous()
-    launch = launch or chosen(bits, batch)
+    launch = launch or chosen(bits, batch, rows * columns)
     splits = launch.splits(rows, count, batch, _processors(inputs.device))
     piece = triton.cdiv(triton.cdiv(count, launch.cells), splits) * launch.cells
     splits = triton.cdiv(count, piece)
@@ -250,41 +253,45 @@ def multiply_rows(
     return out
 
 
-def chosen(bits: int, batch: int) -> Launch:
+def chosen(bits: int, batch: int, codes: int) -> Launch:
     """What was fastest on an H200: benchmarks/studies/kernels.py finds it."""
-    size = next(size for size in sorted(LAUNCHES[bits]) if batch <= size or size == max(LAUNCHES[bits]))
-    return LAUNCHES[bits][size]
+    sizes = LAUNCHES[bits]
+    small, large = sizes[next((size for size in sorted(sizes) if batch <= size), max(sizes))]
+    return small if codes < LARGE else large
 
 
-LAUNCHES: dict[int, dict[int, Launch]] = {
+LARGE = 3 << 24
+"""Codes from which on a matrix counts as large."""
+LAUNCHES: dict[int, dict[int, tuple[Launch, Launch]]] = {
     2: {
-        1: Launch(rows=64, batch=8, cells=64, warps=4, stages=3, programs=4),
-        8: Launch(rows=64, batch=8, cells=64, warps=4, stages=3, programs=4),
-        16: Launch(rows=64, batch=16, cells=32, warps=4, stages=3, programs=4),
-        64: Launch(rows=64, batch=32, cells=32, warps=4, stages=3, programs=4),
+        1: (Launch(rows=64, batch=8, cells=64, warps=4, stages=3, programs=4),) * 2,
+        8: (Launch(rows=64, batch=8, cells=64, warps=4, stages=3, programs=4),) * 2,
+        16: (Launch(rows=64, batch=16, cells=32, warps=4, stages=3, programs=4),) * 2,
+        64: (Launch(rows=64, batch=32, cells=32, warps=4, stages=3, programs=4),) * 2,
     },
     3: {
-        1: Launch(rows=64, batch=8, cells=32, warps=4, stages=3, programs=4),
-        8: Launch(rows=64, batch=8, cells=32, warps=4, stages=3, programs=4),
-        16: Launch(rows=64, batch=16, cells=32, warps=4, stages=3, programs=4),
-        64: Launch(rows=128, batch=32, cells=32, warps=4, stages=2, programs=2),
+        1: (Launch(rows=64, batch=8, cells=32, warps=4, stages=3, programs=4),) * 2,
+        8: (Launch(rows=64, batch=8, cells=32, warps=4, stages=3, programs=4),) * 2,
+        16: (Launch(rows=64, batch=16, cells=32, warps=4, stages=3, programs=4),) * 2,
+        64: (Launch(rows=128, batch=32, cells=32, warps=4, stages=2, programs=2),) * 2,
     },
     4: {
-        1: Launch(rows=32, batch=8, cells=64, warps=2, stages=4, programs=8),
-        8: Launch(rows=32, batch=8, cells=64, warps=2, stages=4, programs=8),
-        16: Launch(rows=64, batch=16, cells=64, warps=4, stages=3, programs=4),
-        64: Launch(rows=128, batch=32, cells=64, warps=4, stages=3, programs=2),
+        1: (Launch(rows=32, batch=8, cells=64, warps=2, stages=4, programs=8),) * 2,
+        8: (Launch(rows=32, batch=8, cells=64, warps=2, stages=4, programs=8),) * 2,
+        16: (Launch(rows=64, batch=16, cells=64, warps=4, stages=3, programs=4),) * 2,
+        64: (Launch(rows=128, batch=32, cells=64, warps=4, stages=3, programs=2),) * 2,
     },
     8: {
-        1: Launch(rows=64, batch=8, cells=128, warps=4, stages=4, programs=4),
-        8: Launch(rows=64, batch=8, cells=128, warps=4, stages=4, programs=4),
-        16: Launch(rows=64, batch=16, cells=128, warps=4, stages=4, programs=4),
-        64: Launch(rows=128, batch=64, cells=128, warps=4, stages=3, programs=2),
+        1: (Launch(rows=64, batch=8, cells=128, warps=4, stages=4, programs=4),) * 2,
+        8: (Launch(rows=64, batch=8, cells=128, warps=4, stages=4, programs=4),) * 2,
+        16: (Launch(rows=64, batch=16, cells=128, warps=4, stages=4, programs=4),) * 2,
+        64: (Launch(rows=128, batch=64, cells=128, warps=4, stages=3, programs=2),) * 2,
     },
 }
-"""Bits a code -> inputs up to which it holds -> the launch."""
+"""Bits a code -> inputs up to which it holds -> the launch for small and for large matrices."""
 
 
+@functools.cache
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1

@@ -65,14 +65,14 @@ def unpack_rows_reference(packed: Tensor, bits: int, columns: int) -> Tensor:
     if bits == 8:
         return packed.view(torch.int8)[:, :columns].clone()
     rows, each = len(packed), 16 // bits
-    cells = as_cells(packed, bits).view(rows, 3 if bits == 3 else 1, -1)
-    codes = torch.empty(rows, fields(bits), cells.shape[2], dtype=torch.int8, device=packed.device)
-    mask, offset = (1 << bits) - 1, 1 << (bits - 1)
-    for part in range(cells.shape[1]):
-        for place in range(each):
-            codes[:, each * part + place] = (cells[:, part] >> bits * place).bitwise_and_(mask).sub_(offset)
+    cells = as_cells(packed, bits).view(rows, 3 if bits == 3 else 1, 1, -1)
+    places = bits * torch.arange(each, dtype=torch.int16, device=packed.device)
+    offset = 1 << (bits - 1)
+    numbers = (cells >> places[:, None]).bitwise_and_(2 * offset - 1).sub_(offset).flatten(1, 2)
+    codes = torch.empty(rows, fields(bits), numbers.shape[2], dtype=torch.int8, device=packed.device)
+    codes[:, : numbers.shape[1]] = numbers
     if bits == 3:
-        left = (cells < 0).to(torch.int8)
+        left = (cells[:, :, 0] < 0).to(torch.int8)
         codes[:, 15] = left[:, 0] + 2 * left[:, 1] + 4 * left[:, 2] - offset
     return codes.view(rows, -1)[:, :columns].contiguous()
 

@@ -43,6 +43,8 @@ class PackedWeight(nn.Module):
         self.register_buffer("like", torch.empty(0, dtype=like.dtype, device=like.device), persistent=False)
         self.folded: Tensor | None
         self.register_buffer("folded", None, persistent=False)
+        self.folded_mean: Tensor | None
+        self.register_buffer("folded_mean", None, persistent=False)
 
     def _stored(self, name: str, part: Tensor) -> Tensor:
         if name not in self.bits:
@@ -53,15 +55,28 @@ class PackedWeight(nn.Module):
         return pack_codes(turned, self.bits[name])
 
     def fold(self) -> None:
-        """Keeps C times all scales, (d, k) in FP32, where Z lies in rows and has no scale of its own then."""
-        if self.kind == "factors" and "latent" in self.rows and self.part_shapes["latent_scale"][1] == 1:
-            codebook = from_codes(self.part("codebook"), self.part("codebook_scale"))
-            self.folded = (codebook * self.part("latent_scale").T).contiguous().view(torch.uint8)
+        """Keeps C times all scales, (d, k), where Z lies in rows and has no scale of its own then; and mu of
+        all tiles of a row, (K, 1). Both in the weight's type: made at every call, they would cost more than
+        the products do.
+        """
+        if self.kind != "factors" or "latent" not in self.rows or self.part_shapes["latent_scale"][1] != 1:
+            return
+        codebook = from_codes(self.part("codebook"), self.part("codebook_scale"))
+        self.folded = (codebook * self.part("latent_scale").T).to(self.like.dtype)
+        if "mean" in self.part_shapes:
+            tiles = self.shape[1] // len(codebook)
+            self.folded_mean = self.part("mean").to(self.like.dtype).repeat(tiles, 1)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         if self.folded is not None:
             self.fold()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> PackedWeight:
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if self.folded is not None:  # anew, since a narrow type has lost what a wide one could hold
+            self.fold()
+        return self
 
     def forward(self) -> Tensor:
         """The weight as `load_into` would give it to the model."""
