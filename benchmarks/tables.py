@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.tables_common import ROOT, markdown, result, source
 from benchmarks.tables_compare import COMPARED
+from benchmarks.tables_kernels import KERNELS
 from benchmarks.tables_onnx import EXPORTED
 from benchmarks.tables_permute import PERMUTED
 from benchmarks.tables_planned import PLANNED
@@ -223,6 +224,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **COMPARED,
     **EXPORTED,
     **RUNTIME,
+    **KERNELS,
 }
 
 if __name__ == "__main__":
