@@ -173,6 +173,9 @@ def test_what_is_folded_follows_the_state_and_is_no_part_of_it(layers: tuple[nn.
         buffer.zero_()
     other.load_state_dict(model.state_dict())
     assert_same_tensor(other(INPUTS), model(INPUTS))
+    assert_same_tensor(other.bfloat16().float()[0].packed(), model[0].packed())  # type: ignore[index,operator,union-attr]
+    other[0].bias = model[0].bias  # type: ignore[index,union-attr]
+    assert_same_tensor(other(INPUTS), model(INPUTS))
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)

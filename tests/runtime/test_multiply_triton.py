@@ -25,7 +25,7 @@ def whole_language(monkeypatch: pytest.MonkeyPatch) -> None:
         triton_interpreter.complete(monkeypatch)
 
 
-SHAPES = [(1, 1), (33, 300), (70, 515), (16, 1024)]
+SHAPES = [(1, 1), (20, 256), (33, 300), (70, 515), (16, 1024)]
 """Rows and columns: one of each, whole tiles, and tails of rows, cells and columns."""
 
 
