@@ -43,9 +43,9 @@ def case(bits: int, rows: int, columns: int, batch: int, dtype: torch.dtype) -> 
 def test_products_are_those_of_the_codes(bits: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
     from factorpack.runtime.multiply_triton import Launch, multiply_rows
 
-    for batch, programs in ((1, 1.0), (9, 9.0)):
+    for batch, programs, side in ((1, 1.0, 2), (9, 9.0, 1)):
         codes, inputs, expected = case(bits, *shape, batch, dtype)
-        launch = Launch(rows=32, batch=8, cells=32, warps=1, stages=2, programs=programs)
+        launch = Launch(rows=32, batch=8, cells=32, warps=side, stages=2, programs=programs, side=side)
         found = multiply_rows(inputs, pack_rows(codes, bits), bits, None, launch)
         assert found.dtype == dtype
         assert relative_error(found.cpu(), expected) < torch.finfo(dtype).eps
@@ -74,3 +74,5 @@ def test_a_row_is_cut_into_as_many_pieces_as_fill_the_processors() -> None:
     assert launch.splits(rows=4096, cells=1024, batch=1, processors=132) == 4
     assert launch.splits(rows=4096, cells=64, batch=1, processors=132) == 2  # no piece is empty
     assert launch.splits(rows=65536, cells=1024, batch=64, processors=132) == 1
+    beside = Launch(rows=64, batch=16, cells=32, warps=4, stages=2, programs=2, side=4)
+    assert beside.splits(rows=4096, cells=256, batch=1, processors=132) == 2

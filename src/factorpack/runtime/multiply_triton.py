@@ -34,11 +34,18 @@ class Launch:
     stages: int
     programs: float
     """Programs that each multiprocessor should have; rows are cut into pieces until there are as many."""
+    side: int = 1
+    """Warps that take `cells` each, side by side, and add up their sums: all of them, or 1 for none."""
+
+    @property
+    def step(self) -> int:
+        """Cells that a program goes on by."""
+        return self.cells * self.side
 
     def splits(self, rows: int, cells: int, batch: int, processors: int) -> int:
         """Pieces of a row that are summed apart."""
         blocks: int = triton.cdiv(rows, self.rows) * triton.cdiv(batch, self.batch)
-        most: int = triton.cdiv(cells, self.cells)
+        most: int = triton.cdiv(cells, self.step)
         return max(1, min(round(self.programs * processors / blocks), most))
 
 
@@ -103,7 +110,7 @@ def _left_over(first, second, third, PAIRED: tl.constexpr):  # type: ignore[no-u
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_cells(cells, inside, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    return tl.load(cells) if EVEN else tl.load(cells, inside[None, :], 0)
+    return tl.load(cells) if EVEN else tl.load(cells, inside, 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -126,9 +133,10 @@ def _add_products(  # type: ignore[no-untyped-def]
     """`total` and what the COUNT codes of each cell add, that at its lowest place being the FIRST of all."""
     for field in tl.static_range(COUNT):
         column = (FIRST + field) * H + place
-        here = own if EVEN else own & (inside & (column < K))[None, :]
-        values = tl.load(inputs + column[None, :], here, 0.0)
-        total = tl.dot(_floats(cells, BITS * field, BITS, HALF, PAIRED), tl.trans(values), total)
+        here = own if EVEN else own & inside & (column < K)
+        values = tl.load(inputs + column, here, 0.0)
+        turned = tl.trans(values) if len(values.shape) == 2 else tl.permute(values, 0, 2, 1)
+        total = tl.dot(_floats(cells, BITS * field, BITS, HALF, PAIRED), turned, total)
     return total
 
 
@@ -149,28 +157,38 @@ def _multiply(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BATCH: tl.constexpr,
     CELLS: tl.constexpr,
+    SIDE: tl.constexpr,
     EVEN: tl.constexpr,
     SCALED: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
-    """One program: ROWS x BATCH outputs from one piece of the rows, `piece` cells of H."""
+    """One program: ROWS x BATCH outputs from one piece of the rows, `piece` cells of H.
+
+    Tiles are (rows or batch, cells) or, with warps side by side, (SIDE, rows or batch, cells).
+    """
     HALF: tl.constexpr = inputs.dtype.element_ty == tl.float16
     PARTS: tl.constexpr = 3 if BITS == 3 else 1
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     one = tl.program_id(1) * BATCH + tl.arange(0, BATCH)
+    if SIDE == 1:
+        at_row, at_one = (row % N)[:, None], one[:, None]
+        ahead = tl.arange(0, CELLS)[None, :]
+        total = tl.zeros([ROWS, BATCH], tl.float32)
+    else:
+        at_row, at_one = (row % N)[None, :, None], one[None, :, None]
+        ahead = tl.arange(0, SIDE)[:, None, None] * CELLS + tl.arange(0, CELLS)[None, None, :]
+        total = tl.zeros([SIDE, ROWS, BATCH], tl.float32)
+    own = at_one < batch
+    inputs += at_one.to(tl.int64) * K
+    cells += at_row.to(tl.int64) * H * PARTS
     first = tl.program_id(2) * piece
-    own = (one < batch)[:, None]
-    inputs += one[:, None].to(tl.int64) * K
-    cells += (row % N)[:, None].to(tl.int64) * H * PARTS
-    total = tl.zeros([ROWS, BATCH], tl.float32)
-    for start in range(first, min(first + piece, H), CELLS):
-        place = start + tl.arange(0, CELLS)
+    for start in range(first, min(first + piece, H), CELLS * SIDE):
+        place = start + ahead
         inside = place < H
-        at = cells + place[None, :]
-        a = _load_cells(at, inside, EVEN)
+        a = _load_cells(cells + place, inside, EVEN)
         if BITS == 3:
-            b = _load_cells(at + H, inside, EVEN)
-            c = _load_cells(at + 2 * H, inside, EVEN)
+            b = _load_cells(cells + (H + place), inside, EVEN)
+            c = _load_cells(cells + (2 * H + place), inside, EVEN)
             total = _add_products(total, a, inputs, own, place, inside, K, H, 0, 5, BITS, HALF, PAIRED, EVEN)
             total = _add_products(total, b, inputs, own, place, inside, K, H, 5, 5, BITS, HALF, PAIRED, EVEN)
             total = _add_products(total, c, inputs, own, place, inside, K, H, 10, 5, BITS, HALF, PAIRED, EVEN)
@@ -182,6 +200,8 @@ def _multiply(  # type: ignore[no-untyped-def]
             total = _add_products(
                 total, a, inputs, own, place, inside, K, H, 0, FIELDS, BITS, HALF, PAIRED, EVEN
             )
+    if SIDE > 1:
+        total = tl.sum(total, 0)
     if SCALED:
         total *= tl.load(scale + (row % N) * scale_stride).to(tl.float32)[:, None]
     out += tl.program_id(2).to(tl.int64) * batch * N + one[None, :].to(tl.int64) * N + row[:, None]
@@ -218,7 +238,7 @@ def multiply_rows(
     inputs, packed = inputs.contiguous(), packed.contiguous()
     launch = launch or chosen(bits, batch, rows * columns)
     splits = launch.splits(rows, count, batch, _processors(inputs.device))
-    piece = triton.cdiv(triton.cdiv(count, launch.cells), splits) * launch.cells
+    piece = triton.cdiv(triton.cdiv(count, launch.step), splits) * launch.step
     splits = triton.cdiv(count, piece)
     whole = splits == 1
     out = torch.empty(batch, rows, dtype=inputs.dtype, device=inputs.device)
@@ -240,7 +260,8 @@ def multiply_rows(
         ROWS=launch.rows,
         BATCH=launch.batch,
         CELLS=launch.cells,
-        EVEN=count % launch.cells == 0 and columns == fields(bits) * count,
+        SIDE=launch.side,
+        EVEN=count % launch.step == 0 and columns == fields(bits) * count,
         SCALED=whole and scale is not None,
         PAIRED=torch.version.cuda is not None if paired is None else paired,
         num_warps=launch.warps,
@@ -264,25 +285,29 @@ LARGE = 3 << 24
 """Codes from which on a matrix counts as large."""
 LAUNCHES: dict[int, dict[int, tuple[Launch, Launch]]] = {
     2: {
-        1: (Launch(rows=64, batch=8, cells=64, warps=4, stages=3, programs=4),) * 2,
+        2: (Launch(rows=64, batch=2, cells=64, warps=4, stages=3, programs=4),) * 2,
+        4: (Launch(rows=64, batch=4, cells=64, warps=4, stages=3, programs=4),) * 2,
         8: (Launch(rows=64, batch=8, cells=64, warps=4, stages=3, programs=4),) * 2,
         16: (Launch(rows=64, batch=16, cells=32, warps=4, stages=3, programs=4),) * 2,
         64: (Launch(rows=64, batch=32, cells=32, warps=4, stages=3, programs=4),) * 2,
     },
     3: {
-        1: (Launch(rows=64, batch=8, cells=32, warps=4, stages=3, programs=4),) * 2,
+        2: (Launch(rows=16, batch=2, cells=32, warps=4, stages=3, programs=4, side=4),) * 2,
+        4: (Launch(rows=64, batch=4, cells=32, warps=4, stages=3, programs=4),) * 2,
         8: (Launch(rows=64, batch=8, cells=32, warps=4, stages=3, programs=4),) * 2,
         16: (Launch(rows=64, batch=16, cells=32, warps=4, stages=3, programs=4),) * 2,
         64: (Launch(rows=128, batch=32, cells=32, warps=4, stages=2, programs=2),) * 2,
     },
     4: {
-        1: (Launch(rows=32, batch=8, cells=64, warps=2, stages=4, programs=8),) * 2,
+        2: (Launch(rows=16, batch=2, cells=64, warps=4, stages=3, programs=4, side=4),) * 2,
+        4: (Launch(rows=32, batch=4, cells=64, warps=2, stages=4, programs=8),) * 2,
         8: (Launch(rows=32, batch=8, cells=64, warps=2, stages=4, programs=8),) * 2,
         16: (Launch(rows=64, batch=16, cells=64, warps=4, stages=3, programs=4),) * 2,
         64: (Launch(rows=128, batch=32, cells=64, warps=4, stages=3, programs=2),) * 2,
     },
     8: {
-        1: (Launch(rows=64, batch=8, cells=128, warps=4, stages=4, programs=4),) * 2,
+        2: (Launch(rows=64, batch=2, cells=128, warps=4, stages=4, programs=4),) * 2,
+        4: (Launch(rows=64, batch=4, cells=128, warps=4, stages=4, programs=4),) * 2,
         8: (Launch(rows=64, batch=8, cells=128, warps=4, stages=4, programs=4),) * 2,
         16: (Launch(rows=64, batch=16, cells=128, warps=4, stages=4, programs=4),) * 2,
         64: (Launch(rows=128, batch=64, cells=128, warps=4, stages=3, programs=2),) * 2,
