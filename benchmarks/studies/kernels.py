@@ -75,7 +75,7 @@ def run(
     failed = [outcome for outcome in outcomes if outcome["fault"]]
     for outcome in failed[:12]:
         say(f"FAILED {outcome}"[:300])
-    worst = max((outcome["error"] for outcome in outcomes if not outcome["fault"]), default=math.nan)
+    worst = max((outcome["error"] for outcome in outcomes if not outcome["fault"]), default=0.0)
     say(f"{len(checks) - len(failed)} of {len(checks)} are right, largest error {worst:.2e}")
     broken = [outcome["launch"] for outcome in failed if outcome.get("launch")]
     bandwidth = _copy_bytes_per_s()
@@ -140,7 +140,7 @@ def _outcome(future: Future[dict[str, Any]], case: dict[str, Any]) -> dict[str, 
     try:
         return future.result()
     except Exception as error:
-        return {**case, "error": math.inf, "fault": f"{type(error).__name__}: {error}"[:400]}
+        return {**case, "error": None, "fault": f"{type(error).__name__}: {error}"[:400]}
 
 
 def _checked(case: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _checked(case: dict[str, Any]) -> dict[str, Any]:
         fault = "" if error <= MOST_ERROR else f"error {error:.3e}, allowed is {MOST_ERROR:.1e}"
         return {**case, "error": error, "fault": fault}
     except Exception as error:
-        return {**case, "error": math.inf, "fault": f"{type(error).__name__}: {error}"[:400]}
+        return {**case, "error": None, "fault": f"{type(error).__name__}: {error}"[:400]}
 
 
 def _random_codes(bits: int, *shape: int) -> Tensor:
