@@ -202,3 +202,19 @@ def test_a_weight_that_its_type_would_clamp_is_rebuilt() -> None:
     assert PackedWeight(encoded, torch.empty(0)).rows
     encoded.parts["scale"][3] = 60000.0
     assert not PackedWeight(encoded, torch.empty(0)).rows
+
+
+def test_rows_take_the_bytes_of_their_codes() -> None:
+    scalar = PackedWeight(fp.Scalar(4).encode(seeded(24, 512)), torch.empty(0))
+    assert sum(buffer.nbytes for buffer in scalar.buffers()) == 24 * 512 // 2 + 24 * 2
+    encoded = fp.QSPCA(16, 3, tile=32, center=False).encode(seeded(24, 512))
+    factors = PackedWeight(encoded, torch.empty(0))
+    assert factors.latent.nbytes == 24 * 256 * 3 // 8  # type: ignore[union-attr,operator]
+    before = sum(buffer.nbytes for buffer in factors.buffers())
+    factors.fold()
+    assert sum(buffer.nbytes for buffer in factors.buffers()) == before + 32 * 16 * 4
+
+
+def test_a_layer_goes_where_there_is_no_data(layers: tuple[nn.Module, nn.Module]) -> None:
+    model, _ = layers
+    assert {buffer.device.type for buffer in model.to("meta").buffers()} == {"meta"}
