@@ -131,7 +131,7 @@ def _candidates(bits: int) -> Iterator[Launch]:
     for (rows, warps, side), batch in product([*alone, *beside], (2, 4, 8, 16, 32, 64)):
         for cells, stages in ((few, 3), (few, 2)) if batch > 16 else ((few, 4), (many, 3)):
             room = stages * cells * side * (rows * cell_bytes + 2 * batch * fields(bits))
-            if room <= MOST_ROOM and rows * batch * side <= 2048 * warps and (side == 1 or batch <= 8):
+            if room <= MOST_ROOM and rows * batch * side <= 2048 * warps and (side == 1 or batch <= 16):
                 yield Launch(rows, batch, cells, warps, stages, 4, side)
 
 

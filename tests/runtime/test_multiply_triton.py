@@ -73,6 +73,7 @@ def test_a_row_is_cut_into_as_many_pieces_as_fill_the_processors() -> None:
     launch = Launch(rows=64, batch=16, cells=32, warps=4, stages=2, programs=2)
     assert launch.splits(rows=4096, cells=1024, batch=1, processors=132) == 4
     assert launch.splits(rows=4096, cells=64, batch=1, processors=132) == 2  # no piece is empty
+    assert launch.splits(rows=64, cells=32768, batch=1, processors=132) == 64  # nor are there too many to add
     assert launch.splits(rows=65536, cells=1024, batch=64, processors=132) == 1
     beside = Launch(rows=64, batch=16, cells=32, warps=4, stages=2, programs=2, side=4)
     assert beside.splits(rows=4096, cells=256, batch=1, processors=132) == 2

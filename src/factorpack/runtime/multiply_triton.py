@@ -19,8 +19,8 @@ from factorpack.runtime.rows import as_cells, fields, row_cells
 
 UNSUITED = (triton.OutOfResources, triton.CompilationError)
 """What is raised, before anything runs, where a GPU or a version of triton cannot do what is asked."""
-SUMMED = 256
-"""Outputs of which one program adds up the partial sums."""
+SUMMED, MOST_PIECES = 64, 64
+"""Outputs of which one program adds up the partial sums, and the most sums of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Launch:
     def splits(self, rows: int, cells: int, batch: int, processors: int) -> int:
         """Pieces of a row that are summed apart."""
         blocks: int = triton.cdiv(rows, self.rows) * triton.cdiv(batch, self.batch)
-        most: int = triton.cdiv(cells, self.step)
+        most: int = min(triton.cdiv(cells, self.step), MOST_PIECES)
         return max(1, min(round(self.programs * processors / blocks), most))
 
 
@@ -210,15 +210,15 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["count", "scale_stride"])  # type: ignore[untyped-decorator]
 def _sum_pieces(  # type: ignore[no-untyped-def]
-    pieces, scale, out, N, count, scale_stride, SCALED: tl.constexpr, SUMMED: tl.constexpr
+    pieces, scale, out, N, count, scale_stride, SCALED: tl.constexpr, SUMMED: tl.constexpr, MOST: tl.constexpr
 ):
-    """One program: SUMMED outputs of one of the batch, always summed in the same order."""
+    """One program: SUMMED outputs of one of the batch, of `count` <= MOST pieces that are read all at once."""
     row = tl.program_id(0) * SUMMED + tl.arange(0, SUMMED)
     here = row < N
     at = tl.program_id(1).to(tl.int64) * N + row
-    total = tl.zeros([SUMMED], tl.float32)
-    for piece in range(count):
-        total += tl.load(pieces + piece * tl.num_programs(1).to(tl.int64) * N + at, here, 0.0)
+    piece = tl.arange(0, MOST)[:, None]
+    size = tl.num_programs(1).to(tl.int64) * N
+    total = tl.sum(tl.load(pieces + piece * size + at[None, :], here[None, :] & (piece < count), 0.0), 0)
     if SCALED:
         total *= tl.load(scale + row * scale_stride, here, 0.0).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), here)
@@ -269,13 +269,22 @@ def multiply_rows(
     )
     if not whole:
         _sum_pieces[triton.cdiv(rows, SUMMED), batch](
-            sums, scale, out, rows, splits, scale_stride, SCALED=scale is not None, SUMMED=SUMMED, num_warps=2
+            sums,
+            scale,
+            out,
+            rows,
+            splits,
+            scale_stride,
+            SCALED=scale is not None,
+            SUMMED=SUMMED,
+            MOST=triton.next_power_of_2(splits),
+            num_warps=4,
         )
     return out
 
 
 def chosen(bits: int, batch: int, codes: int) -> Launch:
-    """What was fastest on an H200: benchmarks/studies/kernels.py finds it."""
+    """The launch for a product. benchmarks/studies/kernels.py searches for the fastest on a GPU."""
     sizes = LAUNCHES[bits]
     small, large = sizes[next((size for size in sorted(sizes) if batch <= size), max(sizes))]
     return small if codes < LARGE else large
