@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
+import types
 import warnings
 
 import pytest
@@ -103,6 +105,41 @@ def test_falling_back_warns_once_and_answers_right(monkeypatch: pytest.MonkeyPat
         warnings.simplefilter("error")
         assert_same_tensor(multiply_codes(inputs, pack_rows(codes, 4), 4, None), found)
     multiply._warn_once.cache_clear()
+
+
+class Unsuited(Exception):
+    """Stands for what triton raises."""
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """A stand-in for the kernel's module, on what passes for a GPU."""
+    module = types.SimpleNamespace(UNSUITED=(Unsuited,), multiply_rows=lambda *_: torch.full((1,), 7.0))
+    monkeypatch.setitem(sys.modules, "factorpack.runtime.multiply_triton", module)  # type: ignore[arg-type]
+    monkeypatch.setattr(multiply, "on_gpu", lambda _: True)
+    monkeypatch.setattr(multiply, "why_no_kernel", lambda _: "")
+    multiply._warn_once.cache_clear()
+    return module
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_the_kernel_takes_small_batches_that_are_not_empty() -> None:
+    packed = pack_rows(random_codes(4, 9, 40), 4)
+    used = {
+        size: multiply_codes(seeded(size, 40), packed, 4, None).tolist() == [7.0] for size in (0, 1, 64, 65)
+    }
+    assert used == {0: False, 1: True, 64: True, 65: False}
+
+
+def test_a_kernel_that_does_not_fit_the_gpu_is_done_without(stand_in: types.SimpleNamespace) -> None:
+    def too_large(*_: object) -> Tensor:
+        raise Unsuited("out of shared memory")
+
+    stand_in.multiply_rows = too_large
+    codes, inputs = random_codes(4, 9, 40), seeded(2, 40)
+    with pytest.warns(UserWarning, match=r"does not suit this GPU or triton \(out of shared memory\)"):
+        found = multiply_codes(inputs, pack_rows(codes, 4), 4, None)
+    assert_close(found, inputs.double() @ codes.double().T)
 
 
 METHODS = {

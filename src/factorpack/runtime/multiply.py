@@ -52,7 +52,8 @@ def multiply_codes(inputs: Tensor, packed: Tensor, bits: int, scale: Tensor | No
         from factorpack.runtime.multiply_triton import UNSUITED, multiply_rows  # only where there is a GPU
 
         try:
-            return multiply_rows(inputs, packed, bits, scale)
+            with torch.cuda.device_of(inputs):  # triton launches on the current device
+                return multiply_rows(inputs, packed, bits, scale)
         except UNSUITED as error:
             obstacle = f"the kernel does not suit this GPU or triton ({error})"
     _warn_once(f"packed layers are computed in plain torch, which is slower: {obstacle}")
