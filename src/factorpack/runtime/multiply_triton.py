@@ -242,7 +242,7 @@ def multiply_rows(
     splits = triton.cdiv(count, piece)
     whole = splits == 1
     out = torch.empty(batch, rows, dtype=inputs.dtype, device=inputs.device)
-    sums = out if whole else torch.empty(splits, batch, rows, device=inputs.device)
+    sums = out if whole else torch.empty(splits, batch, rows, dtype=torch.float32, device=inputs.device)
     scale_stride = 0 if scale is None or len(scale) == 1 else 1
     _multiply[triton.cdiv(rows, launch.rows), triton.cdiv(batch, launch.batch), splits](
         inputs,

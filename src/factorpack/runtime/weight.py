@@ -24,8 +24,9 @@ _MULTIPLIED = {"factors": "latent", "scalar": "codes"}
 class PackedWeight(nn.Module):
     """The parts of an `Encoded` as buffers of bytes: codes packed to their width, other numbers as they are.
 
-    Nothing of it is a float to torch, so that `model.half()` changes the type of the weight that comes out
-    and not the numbers that it is made of; and bytes pass through every backend of torch.distributed.
+    Nothing of it is a float to torch (but what is folded, which is made anew), so that `model.half()` changes
+    the type of the weight that comes out and not the numbers that it is made of; and bytes pass through every
+    backend of torch.distributed.
     """
 
     def __init__(self, encoded: Encoded, like: Tensor) -> None:
@@ -56,16 +57,17 @@ class PackedWeight(nn.Module):
 
     def fold(self) -> None:
         """Keeps C times all scales, (d, k), where Z lies in rows and has no scale of its own then; and mu of
-        all tiles of a row, (K, 1). Both in the weight's type: made at every call, they would cost more than
-        the products do.
+        all tiles of a row, (K, 1). Made at every call, they would cost more than the products do. Both are in
+        the weight's type, but in FP32 for FP16, which does not hold the scales.
         """
         if self.kind != "factors" or "latent" not in self.rows or self.part_shapes["latent_scale"][1] != 1:
             return
+        dtype = torch.float32 if self.like.dtype == torch.float16 else self.like.dtype
         codebook = from_codes(self.part("codebook"), self.part("codebook_scale"))
-        self.folded = (codebook * self.part("latent_scale").T).to(self.like.dtype)
+        self.folded = (codebook * self.part("latent_scale").T).to(dtype)
         if "mean" in self.part_shapes:
             tiles = self.shape[1] // len(codebook)
-            self.folded_mean = self.part("mean").to(self.like.dtype).repeat(tiles, 1)
+            self.folded_mean = self.part("mean").to(dtype).repeat(tiles, 1)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
