@@ -21,7 +21,7 @@ from factorpack.runtime import multiply
 from factorpack.runtime.factored import FactoredLinear
 from factorpack.runtime.layers import PackedLinear, hold_packed
 from factorpack.runtime.multiply import multiply_codes, multiply_reference, why_no_kernel
-from factorpack.runtime.rows import WIDTHS, pack_rows
+from factorpack.runtime.rows import WIDTHS, pack_rows, unpack_rows
 from factorpack.runtime.weight import PackedWeight
 from tests.helpers import assert_close, assert_same_tensor, seeded
 from tests.runtime.layer_cases import compress
@@ -71,6 +71,18 @@ def test_few_rows_are_unpacked_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(multiply, "unpack_rows_reference", watched)
     assert_close(multiply_reference(inputs, packed, 4, scale), whole)
     assert unpacked == [5, 5, 5, 5, 3]
+
+
+def test_rows_of_other_codes_are_refused_before_a_kernel_reads_them() -> None:
+    packed = pack_rows(random_codes(4, 9, 40), 4)
+    with pytest.raises(
+        fp.WeightError, match=r"shape \(9, 32\) for rows of 70 codes of 4 bits, which are 64 bytes"
+    ):
+        multiply_codes(seeded(1, 70), packed, 4, None)
+    with pytest.raises(fp.WeightError, match="codes of 5 bits, rows are of 2, 3, 4, 8"):
+        unpack_rows(packed, 5, 40)
+    with pytest.raises(fp.WeightError, match=r"scales of shape \(3,\) for 9 rows"):
+        multiply_codes(seeded(1, 40), packed, 4, seeded(3))
 
 
 @pytest.mark.parametrize("scale", [None, seeded(9, seed=1)])

@@ -14,7 +14,8 @@ import warnings
 import torch
 from torch import Tensor
 
-from factorpack.runtime.rows import unpack_rows, unpack_rows_reference
+from factorpack.errors import WeightError
+from factorpack.runtime.rows import check_rows, unpack_rows, unpack_rows_reference
 
 MOST_INPUTS = 64
 """Inputs up to which the kernel is used."""
@@ -45,6 +46,11 @@ def multiply_reference(inputs: Tensor, packed: Tensor, bits: int, scale: Tensor 
 @torch.library.custom_op("factorpack::multiply_codes", mutates_args=())
 def multiply_codes(inputs: Tensor, packed: Tensor, bits: int, scale: Tensor | None) -> Tensor:
     """`multiply_reference` by the fastest way there is: (batch, columns) -> (batch, rows)."""
+    check_rows(packed, bits, inputs.shape[1])
+    if scale is not None and scale.shape not in ((1,), (len(packed),)):
+        raise WeightError(
+            f"scales of shape {tuple(scale.shape)} for {len(packed)} rows: one for each, or one"
+        )
     if not on_gpu(inputs) or not 0 < len(inputs) <= MOST_INPUTS:
         return multiply_reference(inputs, packed, bits, scale)
     obstacle = why_no_kernel(inputs)

@@ -225,14 +225,9 @@ def _sum_pieces(  # type: ignore[no-untyped-def]
 
 
 def multiply_rows(
-    inputs: Tensor,
-    packed: Tensor,
-    bits: int,
-    scale: Tensor | None,
-    launch: Launch | None = None,
-    paired: bool | None = None,
+    inputs: Tensor, packed: Tensor, bits: int, scale: Tensor | None, launch: Launch | None = None
 ) -> Tensor:
-    """See multiply.py. `paired` is for two codes an instruction, NVIDIA's own; the interpreter knows none."""
+    """See multiply.py."""
     batch, columns = inputs.shape
     rows, count = len(packed), row_cells(columns, bits)
     inputs, packed = inputs.contiguous(), packed.contiguous()
@@ -263,7 +258,7 @@ def multiply_rows(
         SIDE=launch.side,
         EVEN=count % launch.step == 0 and columns == fields(bits) * count,
         SCALED=whole and scale is not None,
-        PAIRED=torch.version.cuda is not None if paired is None else paired,
+        PAIRED=torch.version.cuda is not None,  # NVIDIA's own instructions, which the interpreter lacks
         num_warps=launch.warps,
         num_stages=launch.stages,
     )

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from factorpack.errors import WeightError
+
 WIDTHS = (2, 3, 4, 8)
 """Bits a code, of those that can be laid out."""
 GRAIN = 16
@@ -60,8 +62,21 @@ def pack_rows(codes: Tensor, bits: int) -> Tensor:
     return cells.view(rows, -1).view(torch.uint8)
 
 
+def check_rows(packed: Tensor, bits: int, columns: int) -> None:
+    """Raises WeightError unless these are rows of as many codes: a kernel reads what it is told to."""
+    if bits not in WIDTHS:
+        raise WeightError(f"codes of {bits} bits, rows are of {', '.join(map(str, WIDTHS))}")
+    expected = row_cells(columns, bits) * fields(bits) * bits // 8
+    if packed.dtype != torch.uint8 or packed.ndim != 2 or packed.shape[1] != expected:
+        found = f"{packed.dtype} of shape {tuple(packed.shape)}"
+        raise WeightError(
+            f"{found} for rows of {columns} codes of {bits} bits, which are {expected} bytes each"
+        )
+
+
 def unpack_rows_reference(packed: Tensor, bits: int, columns: int) -> Tensor:
     """The inverse of `pack_rows`, in plain torch: (rows, columns), int8."""
+    check_rows(packed, bits, columns)
     if bits == 8:
         return packed.view(torch.int8)[:, :columns].clone()
     rows, each = len(packed), 16 // bits
