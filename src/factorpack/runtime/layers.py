@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from factorpack.runtime.multiply import multiply_codes, on_gpu
+from factorpack.runtime.multiply import multiply, on_gpu
 from factorpack.runtime.weight import PackedWeight
 
 
@@ -35,7 +35,7 @@ class PackedLinear(PackedLayer, nn.Linear):
     def multiplied(self, inputs: Tensor, name: str, scale: Tensor | None) -> Tensor:
         """Inputs (..., codes of a row) times rows of codes, and the bias: (..., outputs)."""
         rows, packed = inputs.reshape(-1, inputs.shape[-1]), getattr(self.packed, name)
-        answers: Tensor = multiply_codes(rows, packed, self.packed.bits[name], scale)
+        answers = multiply(rows, packed, self.packed.bits[name], scale)
         answers = answers.view(*inputs.shape[:-1], self.out_features)
         return answers if self.bias is None else answers + self.bias.to(inputs.dtype)
 

@@ -303,11 +303,11 @@ LAUNCHES: dict[int, dict[int, tuple[Launch, Launch]]] = {
         64: (Launch(rows=128, batch=32, cells=32, warps=4, stages=2, programs=2),) * 2,
     },
     4: {
-        2: (Launch(rows=16, batch=2, cells=64, warps=4, stages=3, programs=4, side=4),) * 2,
-        4: (Launch(rows=32, batch=4, cells=64, warps=2, stages=4, programs=8),) * 2,
-        8: (Launch(rows=32, batch=8, cells=64, warps=2, stages=4, programs=8),) * 2,
-        16: (Launch(rows=64, batch=16, cells=64, warps=4, stages=3, programs=4),) * 2,
-        64: (Launch(rows=128, batch=32, cells=64, warps=4, stages=3, programs=2),) * 2,
+        2: (Launch(32, 8, 128, 2, 3, 1), Launch(64, 8, 128, 2, 4, 2)),
+        4: (Launch(32, 8, 128, 2, 3, 1), Launch(32, 8, 64, 2, 3, 8)),
+        8: (Launch(32, 8, 128, 2, 3, 1), Launch(32, 8, 64, 2, 3, 8)),
+        16: (Launch(32, 16, 128, 2, 3, 1), Launch(64, 16, 64, 2, 3, 4)),
+        64: (Launch(64, 32, 128, 4, 3, 1), Launch(64, 64, 64, 4, 3, 2)),
     },
     8: {
         2: (Launch(rows=64, batch=2, cells=128, warps=4, stages=4, programs=4),) * 2,
