@@ -147,9 +147,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 def test_the_kernel_takes_small_batches_that_are_not_empty() -> None:
     packed = pack_rows(random_codes(4, 9, 40), 4)
     used = {
-        size: multiply_codes(seeded(size, 40), packed, 4, None).tolist() == [7.0] for size in (0, 1, 64, 65)
+        size: multiply_codes(seeded(size, 40), packed, 4, None).tolist() == [7.0] for size in (0, 1, 1024, 1025)
     }
-    assert used == {0: False, 1: True, 64: True, 65: False}
+    assert used == {0: False, 1: True, 1024: True, 1025: False}
 
 
 def test_a_kernel_that_does_not_fit_the_gpu_is_done_without(stand_in: types.SimpleNamespace) -> None:

@@ -1,8 +1,8 @@
 """The operator that multiplies by packed rows of codes, and who computes it.
 
-On a GPU, inputs of 16 bits and small batches meet the kernel of multiply_triton.py. All else is computed by
-the plain reference, a few rows of codes at a time: on a GPU too where the kernel cannot be had, which is said
-once, and where batches are so large that unpacking hides behind the product.
+On a GPU, inputs of 16 bits meet the kernel of multiply_triton.py unless there are very many. All else is
+computed by the plain reference, a few rows of codes at a time: on a GPU too where the kernel cannot be had,
+which is said once, and where batches are so large that unpacking hides behind the product.
 """
 
 from __future__ import annotations
