@@ -147,7 +147,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 def test_the_kernel_takes_small_batches_that_are_not_empty() -> None:
     packed = pack_rows(random_codes(4, 9, 40), 4)
     used = {
-        size: multiply_codes(seeded(size, 40), packed, 4, None).tolist() == [7.0] for size in (0, 1, 1024, 1025)
+        size: multiply_codes(seeded(size, 40), packed, 4, None).tolist() == [7.0]
+        for size in (0, 1, 1024, 1025)
     }
     assert used == {0: False, 1: True, 1024: True, 1025: False}
 
