@@ -7,11 +7,13 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import factorpack as fp
 from benchmarks.data import Images, normalized
@@ -64,15 +66,31 @@ def reloaded(packed: fp.Packed, folder: str) -> fp.Packed:
     return fp.load(path)
 
 
-def seconds(work: Callable[[], object], repeats: int = 5) -> float:
-    """Median wall time of some calls, after one that warms up."""
+def seconds(
+    work: Callable[[], object], repeats: int = 5, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Median time of some calls, after one that warms up."""
     work()
     times = []
     for _ in range(repeats):
-        started = time.perf_counter()
+        started = clock()
         work()
-        times.append(time.perf_counter() - started)
+        times.append(clock() - started)
     return statistics.median(times)
+
+
+def one_thread_clock() -> Callable[[], float]:
+    """The processor's time of this process where torch has one thread: other work on the machine is not in it."""
+    return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def allocated_bytes(work: Callable[[], object]) -> int:
+    """The most memory that torch has at one time for some work, on the CPU, by its own count of allocations."""
+    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    events = profiled.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(accumulate(change for _, change in changes))
 
 
 def reset_peak() -> int:

@@ -38,6 +38,7 @@ STUDIES = {
     "onnx": "benchmarks.studies.onnx",
     "runtime": "benchmarks.studies.runtime",
     "kernels": "benchmarks.studies.kernels",
+    "overhead": "benchmarks.studies.overhead",
 }
 """Study -> the module whose `run(**case)` returns its result."""
 

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 from typer.testing import CliRunner
 
 import factorpack as fp
+from factorpack.bench import measure_modes
 from factorpack.cli import app
 from factorpack.runtime.apply import MODES, resident_bytes
 from tests.tune.small_net import METHOD, build
@@ -71,3 +73,9 @@ def test_a_file_that_does_not_fit_is_named(tmp_path: Path) -> None:
     fp.save(fp.compress(nn.Linear(16, 16), fp.Scalar(4), progress=False), tmp_path / "other.safetensors")
     result = CliRunner().invoke(app, ["bench", str(tmp_path / "other.safetensors"), *SMALL])
     assert isinstance(result.exception, fp.SourceError)
+
+
+def test_a_second_original_says_what_a_ratio_is_worth(packed: Path) -> None:
+    rows = measure_modes(packed, build, [torch.zeros(2, 3, 14, 14)], ["dense"], rounds=2, twin=True)
+    assert [row.mode for row in rows] == ["original", "original again", "dense"]
+    assert rows[1].ratio == rows[1].seconds / rows[0].seconds

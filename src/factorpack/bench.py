@@ -25,7 +25,7 @@ from factorpack.runtime.measure import ROUNDS, least_seconds
 from factorpack.source import model_from
 from factorpack.tune.commands import Json, Model, device
 
-ORIGINAL = "original"
+ORIGINAL, TWIN = "original", "original again"
 console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
 
 
@@ -52,18 +52,32 @@ def measure_modes(
     modes: Sequence[str],
     slack: float = 0.0,
     rounds: int = ROUNDS,
+    twin: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Row]:
-    """Every mode on every batch, in turns with the model as `make` gives it."""
+    """Every mode on every batch, in turns with the model as `make` gives it.
+
+    With `twin` there is a second such model, whose ratio says what ratios near 1 are worth. `clock` is
+    that of latencies and load times.
+    """
     rows = []
     for batch in inputs:
         original = make().eval().to(batch.device)
-        loaded = {mode: _loaded(file, make().eval().to(batch.device), mode, batch, slack) for mode in modes}
+        loaded = {
+            mode: _loaded(file, make().eval().to(batch.device), mode, batch, slack, clock) for mode in modes
+        }
         runs: dict[str, Callable[..., Any]] = {ORIGINAL: original}
+        if twin:
+            runs[TWIN] = make().eval().to(batch.device)
         runs |= {mode: applied.model for mode, (applied, _) in loaded.items()}
         with torch.inference_mode():
-            seconds = least_seconds(runs, (batch,), {}, rounds)
+            seconds = least_seconds(runs, (batch,), {}, rounds, clock)
         own = seconds[ORIGINAL]
-        rows.append(Row(ORIGINAL, len(batch), own, 1.0, resident_bytes(original), None, {}))
+        rows += [
+            Row(mode, len(batch), seconds[mode], seconds[mode] / own, resident_bytes(original), None, {})
+            for mode in (ORIGINAL, TWIN)
+            if mode in runs
+        ]
         for mode, (applied, load_seconds) in loaded.items():
             counts = dict(Counter(layer.mode for layer in applied.layers))
             ratio = seconds[mode] / own
@@ -130,10 +144,12 @@ def table_of(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _loaded(file: Path, model: nn.Module, mode: str, batch: Tensor, slack: float) -> tuple[Applied, float]:
-    started = time.perf_counter()
+def _loaded(
+    file: Path, model: nn.Module, mode: str, batch: Tensor, slack: float, clock: Callable[[], float]
+) -> tuple[Applied, float]:
+    started = clock()
     applied = load(file).apply(model, cast(Mode, mode), batch, slack)
-    return applied, time.perf_counter() - started
+    return applied, clock() - started
 
 
 def _numbers(option: str, text: str) -> list[int]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import FormatError
+from factorpack.pieces import piece_of, pieces
 from factorpack.quantize.uniform import MAX_STORED_BITS, MIN_BITS, code_dtype, code_range, from_codes
 from factorpack.record import Encoded
 from factorpack.tiles import from_spatial, from_tiles, out_first_shape, spatial_shape, tile_count
@@ -16,6 +17,8 @@ from factorpack.tiles import from_spatial, from_tiles, out_first_shape, spatial_
 LEAST_LEVEL_BITS = 1
 """A bit tells two levels apart; codes that are multiplied have no use for the two numbers -1 and 0."""
 _FLOATS = (torch.float16, torch.float32)
+_NARROW = 16
+"""Numbers of a tile below which two are done as one."""
 _STORED = {"keep": "values", "constant": "value"}
 """The part that holds the tensor's own numbers, for the kinds that have one."""
 
@@ -31,6 +34,20 @@ def decode(encoded: Encoded) -> Tensor:
     """The weight an `Encoded` stands for, in its own dtype and shape."""
     check_indices(encoded)
     return rebuild(encoded)
+
+
+def decode_into(encoded: Encoded, weight: Tensor) -> None:
+    """`decode` into a contiguous tensor of its shape, piece by piece, converted to that tensor's type."""
+    if encoded.kind == "keep":
+        weight.copy_(encoded.parts["values"].to(encoded.dtype))
+        return
+    check_indices(encoded)
+    shapes = {name: tuple(part.shape) for name, part in encoded.parts.items()}
+    found = pieces(encoded.kind, encoded.shape, encoded.transposed_groups, shapes)
+    for piece in found:
+        piece.put(rebuild(piece_of(encoded, piece)), weight)
+    if not found:
+        weight.copy_(rebuild(encoded))
 
 
 def rebuild(encoded: Encoded) -> Tensor:
@@ -56,11 +73,22 @@ def factors(encoded: Encoded) -> Tensor:
 
 
 def _product(encoded: Encoded) -> Tensor:
-    """W~; on its own so that the wide factors are gone before the layout takes room for another copy."""
+    """W~, tile after tile in memory: the order in which they make the weight.
+
+    Two narrow tiles are done as one, with C twice along a diagonal: matrix products that are a few numbers
+    wide take four times as long. FP16 scales cannot overflow, so that what is multiplied by zero is finite.
+    """
     codebook = from_codes(encoded.parts["codebook"], encoded.parts["codebook_scale"])
-    latent = from_codes(encoded.parts["latent"], encoded.parts["latent_scale"])
+    latent = from_codes(encoded.parts["latent"].T, encoded.parts["latent_scale"].T).contiguous()  # (n, k)
     mean = encoded.parts.get("mean")
-    return codebook @ latent if mean is None else torch.addmm(mean.to(latent.dtype), codebook, latent)
+    row = None if mean is None else mean.T.to(latent.dtype)
+    (tile, rank), count = codebook.shape, len(latent)
+    scales = (encoded.parts["codebook_scale"], encoded.parts["latent_scale"])
+    if tile < _NARROW and count % 2 == 0 and all(scale.dtype == torch.float16 for scale in scales):
+        codebook, latent = torch.block_diag(codebook, codebook), latent.reshape(count // 2, 2 * rank)
+        row = None if row is None else row.repeat(1, 2)
+    tiles = latent @ codebook.T if row is None else torch.addmm(row, latent, codebook.T)
+    return tiles.reshape(count, tile).T
 
 
 def check_indices(encoded: Encoded) -> None:

@@ -136,3 +136,41 @@ def test_only_factors_are_counted() -> None:
     report = overhead(fp.compress(model, fp.Scalar(4)), model, torch.zeros(1, 32))
     assert (report.layers, report.uncounted) == ({}, ())
     assert (report.total.overhead, report.total.bit_overhead) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("layer", "example"),
+    [
+        (nn.Linear(32, 24), torch.zeros(5, 32)),
+        (nn.Conv2d(16, 24, 1), torch.zeros(2, 16, 5, 5)),
+        (nn.Conv2d(32, 24, 1, groups=2, stride=2), torch.zeros(2, 32, 5, 5)),
+    ],
+)
+def test_factored_layers_cost_what_their_two_products_do(layer: nn.Module, example: Tensor) -> None:
+    """Counted from what the layer multiplies: a number of the mixed inputs is 16 products, one of the outputs
+    as many as Z has numbers a filter."""
+    model = nn.Sequential(layer)
+    packed = factored(model)
+    cost = overhead(packed, model, example).layers["0.weight"]
+    rank, tiles = packed["0.weight"].parts["latent"].shape
+    outputs = model(example)
+    positions = outputs.numel() // 24
+    groups = getattr(layer, "groups", 1)
+    blocks = groups * tiles // 24
+    mixing, summing = positions * blocks * rank * 16, positions * tiles * rank
+    assert cost.factored_macs == mixing + summing
+    bits = packed["0.weight"].bits
+    assert cost.factored_bit_ops == 32 * (mixing * bits["codebook"] + summing * bits["latent"])
+    share = rank / 16 + groups * rank / 24  # k/d + k/out of the layer's own
+    assert math.isclose(cost.factored_macs / cost.layer_macs, share)
+
+
+def test_where_a_tile_crosses_filters_there_is_no_factored_cost(
+    on_resnet18: tuple[fp.Packed, OverheadReport],
+) -> None:
+    _, report = on_resnet18
+    found = {name for name, cost in report.layers.items() if cost.factored_macs is not None}
+    assert found == {
+        f"layer{stage}.0.downsample.0.weight" for stage in (2, 3, 4)
+    }  # 3 x 3 does not divide 256
+    assert report.total.factored_macs is None

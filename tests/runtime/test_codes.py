@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from factorpack.quantize.uniform import code_dtype, code_range
-from factorpack.runtime.codes import pack_codes, packed_bytes, planes, unpack_codes, unpack_reference
+from factorpack.runtime.codes import (
+    pack_codes,
+    packed_bytes,
+    planes,
+    unpack_at,
+    unpack_codes,
+    unpack_range,
+    unpack_reference,
+)
 from tests.helpers import assert_same_tensor
 
 
@@ -49,3 +57,18 @@ def test_the_operator_keeps_the_rules_of_operators(bits: int) -> None:
     """Its fake twin says the right shape and type, nothing aliases its input, and it traces."""
     packed = pack_codes(random_codes(bits, 37), bits)
     torch.library.opcheck(unpack_codes, (packed, bits, 37))
+
+
+@given(st.integers(1, 16), st.integers(1, 200), st.data())
+def test_a_range_and_single_places_are_unpacked_without_the_rest(
+    bits: int, count: int, data: st.DataObject
+) -> None:
+    codes = random_codes(bits, count)
+    packed = pack_codes(codes, bits)
+    start = data.draw(st.integers(0, count - 1))
+    stop = data.draw(st.integers(start + 1, count))
+    before = packed.clone()
+    assert_same_tensor(unpack_range(packed, bits, count, start, stop), codes[start:stop])
+    places = torch.tensor(data.draw(st.lists(st.integers(0, count - 1), min_size=1))).reshape(1, -1)
+    assert_same_tensor(unpack_at(packed, bits, count, places), codes[places])
+    assert_same_tensor(packed, before)

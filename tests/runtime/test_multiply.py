@@ -185,7 +185,7 @@ def layers(request: pytest.FixtureRequest) -> tuple[nn.Module, nn.Module]:
     dense = packed.load_into(copy.deepcopy(model))
     applied = packed.apply(model, mode).model  # type: ignore[arg-type]
     assert type(applied[0]) is cls  # type: ignore[index]
-    assert applied[0].packed.rows  # type: ignore[index,union-attr]
+    assert applied[0].packed.in_rows  # type: ignore[index,union-attr]
     return applied, dense
 
 
@@ -252,15 +252,15 @@ def test_what_is_folded_follows_the_state_and_is_no_part_of_it(layers: tuple[nn.
 def test_other_codes_stay_as_they_were(method: fp.Scalar | fp.QSPCA, columns: int, why: str) -> None:
     encoded = method.encode(seeded(24, columns))
     weight = PackedWeight(encoded, torch.empty(0))
-    assert not weight.rows, why
+    assert not weight.in_rows, why
     assert_close(weight(), decode(encoded))
 
 
 def test_a_weight_that_its_type_would_clamp_is_rebuilt() -> None:
     encoded = fp.Scalar(4).encode(seeded(24, 512).half())
-    assert PackedWeight(encoded, torch.empty(0)).rows
+    assert PackedWeight(encoded, torch.empty(0)).in_rows
     encoded.parts["scale"][3] = 60000.0
-    assert not PackedWeight(encoded, torch.empty(0)).rows
+    assert not PackedWeight(encoded, torch.empty(0)).in_rows
 
 
 def test_rows_take_the_bytes_of_their_codes() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import factorpack as fp
+from benchmarks.measure import allocated_bytes
 from factorpack.calibrate import device_of
 from factorpack.decode import decode
 from factorpack.errors import FormatError
@@ -235,3 +236,52 @@ def test_it_holds_what_a_file_holds(tmp_path: Path) -> None:
     found = model[4].packed.encoded()
     assert_same_tensor(found.parts["latent"].contiguous(), packed["4.weight"].parts["latent"])
     assert_close(decode(found), decode(packed["4.weight"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", METHODS)
+def test_an_embedding_rebuilds_the_rows_it_is_asked_for(
+    method: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of kinds whose tiles lie inside a row; from others it takes the whole table."""
+    model = nn.Sequential(nn.Embedding(40, 24)).to(dtype)
+    packed = compress(model, METHODS[method])
+    table = packed.load_into(copy.deepcopy(model))[0].weight  # type: ignore[index]
+    held = packed.apply(model, "packed").model[0]  # type: ignore[index]
+    index = torch.tensor([[3, 39, 0], [3, 17, 17]])
+    across_rows = method in ("codewords", "spatial")
+    if not across_rows:
+        monkeypatch.setattr(PackedWeight, "forward", lambda _: pytest.fail("the whole table was rebuilt"))
+    assert held.packed.has_rows != across_rows
+    assert_close(held(index), table[index], dtype)
+    assert held(torch.empty(0, 2, dtype=torch.int64)).shape == (0, 2, 24)
+    for wrong in (-1, 40):
+        with pytest.raises(IndexError, match="out of range"):
+            held(torch.tensor([0, wrong]))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", ["factors", "scalar"])
+def test_an_embedding_compiles(method: str) -> None:
+    model = nn.Sequential(nn.Embedding(40, 24))
+    applied = compress(model, METHODS[method]).apply(model, "packed").model
+    index = torch.tensor([[3, 39, 0]])
+    expected = applied(index)
+    torch._dynamo.reset()
+    assert_close(torch.compile(applied, backend="eager", fullgraph=True)(index), expected)
+
+
+def test_an_embedding_of_as_many_positions_as_rows_takes_the_table_once() -> None:
+    model = nn.Sequential(nn.Embedding(6, 8))
+    packed = compress(model, fp.Scalar(4))
+    expected = packed.load_into(copy.deepcopy(model))
+    index = torch.arange(24).reshape(4, 6) % 6
+    assert_close(packed.apply(model, "packed").model(index), expected(index))
+
+
+def test_nothing_wider_than_the_weight_is_there_while_it_is_rebuilt() -> None:
+    """Peak by torch's own count of allocations: the weight and a piece, not the weight and its factors."""
+    for method in (fp.SecondOrder(step=0.2, tile=9), fp.SVD(rank=8), fp.Scalar(5), fp.QSPCA(32, 4, tile=64)):
+        encoded = method.encode(seeded(512, 256, 3, 3))
+        weight = PackedWeight(encoded, torch.empty(0))
+        assert allocated_bytes(weight) < 1.4 * 4 * encoded.numel, method

@@ -9,7 +9,7 @@ import math
 import reprlib
 import zlib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from factorpack.decode import PartSpec, check
@@ -55,10 +55,12 @@ class TensorRow:
     extra_zeros: int = 0
     note: str = ""
     trellis: int = 0
+    stored_bytes: int = field(init=False)
+    """Of the whole stream."""
 
-    @property
-    def stored_bytes(self) -> int:
-        return sum(part.stored_bytes for part in self.parts.values()) + self.filler_bytes
+    def __post_init__(self) -> None:
+        parts = sum(part.stored_bytes for part in self.parts.values())
+        object.__setattr__(self, "stored_bytes", parts + self.filler_bytes)
 
 
 @dataclass(frozen=True, slots=True)

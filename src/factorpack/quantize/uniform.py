@@ -120,4 +120,6 @@ def _divisor(scale: Tensor) -> Tensor:
 def from_codes(codes: Tensor, scale: Tensor) -> Tensor:
     """The numbers the codes stand for, in the scale's dtype but never below FP32."""
     wide = torch.promote_types(scale.dtype, torch.float32)
-    return codes.to(wide) * scale.to(wide)
+    numbers = codes.to(wide)
+    # Whole numbers have just been copied; what is trained has not.
+    return numbers * scale.to(wide) if codes.dtype.is_floating_point else numbers.mul_(scale.to(wide))

@@ -1,9 +1,9 @@
-"""What rebuilding weights on the fly costs: arithmetic of C Z beside the arithmetic of the layer."""
+"""What codes cost a layer that runs: arithmetic of C Z, or of a factored layer, beside the layer's own."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from factorpack.decode import LAYOUTS
 from factorpack.model import Packed
+from factorpack.record import Encoded
+from factorpack.runtime.factored import why_not_factored
 from factorpack.source import TRANSPOSED, weight_of
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -24,6 +26,9 @@ class Cost:
     rebuild_macs: int
     layer_bit_ops: int
     rebuild_bit_ops: int
+    factored_macs: int | None
+    """Of a layer that computes Z (C^T x) in place of rebuilding; None where it cannot."""
+    factored_bit_ops: int | None
 
     @property
     def overhead(self) -> float:
@@ -51,6 +56,8 @@ class OverheadReport:
             sum(cost.rebuild_macs for cost in costs),
             sum(cost.layer_bit_ops for cost in costs),
             sum(cost.rebuild_bit_ops for cost in costs),
+            _sum_or_none(cost.factored_macs for cost in costs),
+            _sum_or_none(cost.factored_bit_ops for cost in costs),
         )
 
 
@@ -60,7 +67,8 @@ def overhead(
     """Counts one forward pass of `model` on `example`, each weight rebuilt every time its layer runs.
 
     A bit operation is a multiply-add times the bits of both operands: `weight_bits` and
-    `activation_bits` in the layer, the codes' own widths in C Z.
+    `activation_bits` in the layer, the codes' own widths in C Z; in a factored layer, those of the codes
+    and of the activations.
 
     >>> overhead(packed, model, torch.zeros(1, 3, 224, 224)).total.overhead  # doctest: +SKIP
     """
@@ -68,6 +76,7 @@ def overhead(
     for name, counts in _positions(model, example).items():
         positions.setdefault(packed.aliases.get(name, name), []).extend(counts)
     layers, uncounted = {}, []
+    modules = {weight_of(name): module for name, module in model.named_modules()}
     for name, encoded in packed.items():
         if encoded.kind not in LAYOUTS:
             continue
@@ -78,13 +87,32 @@ def overhead(
         tiles = encoded.parts["latent"].shape[1]
         layer = encoded.numel * sum(positions[name])
         rebuild = tile * tiles * rank * len(positions[name])
+        module = modules.get(name, model)  # a weight may be in no layer under the name it is stored by
+        mixing, summing = _factored(module, encoded, sum(positions[name]))
+        bits = encoded.bits["codebook"], encoded.bits["latent"]
+        works = not why_not_factored(module, encoded)
         layers[name] = Cost(
             layer,
             rebuild,
             layer * weight_bits * activation_bits,
-            rebuild * encoded.bits["codebook"] * encoded.bits["latent"],
+            rebuild * bits[0] * bits[1],
+            mixing + summing if works else None,
+            (mixing * bits[0] + summing * bits[1]) * activation_bits if works else None,
         )
     return OverheadReport(layers, tuple(uncounted))
+
+
+def _factored(layer: nn.Module, encoded: Encoded, positions: int) -> tuple[int, int]:
+    """Multiply-adds of C^T x, the same for all filters of a group, and of Z times that."""
+    rank, tiles = encoded.parts["latent"].shape
+    groups = layer.groups if isinstance(layer, _CONVOLUTIONS) else 1
+    per_filter = encoded.numel // encoded.shape[0]
+    return positions * groups * per_filter * rank, positions * tiles * rank
+
+
+def _sum_or_none(counts: Iterable[int | None]) -> int | None:
+    known = list(counts)
+    return None if None in known else sum(filter(None, known))
 
 
 def _positions(model: nn.Module, example: Tensor) -> dict[str, list[int]]:

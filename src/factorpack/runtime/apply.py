@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from factorpack.decode import decode
+from factorpack.decode import decode, decode_into
 from factorpack.errors import PlanError
 from factorpack.record import Encoded
 from factorpack.runtime.choose import choose
@@ -90,10 +90,7 @@ def apply(
         held = [name for name in names if name in holders] if encoded.kind in CODED else []
         candidates += _candidates({name: holders[name] for name in held}, encoded, mode)
         plain = names if mode == "auto" else [name for name in names if name not in held]
-        if plain:
-            weight = decode(encoded)
-            for name in plain:
-                _fill(targets[name], weight)
+        _fill({id(targets[name]): targets[name] for name in plain}.values(), encoded)
         if encoded.kind in CODED and not held:
             note = "" if mode == "dense" else "no layer of a class that can be packed holds it"
             reports.append(LayerReport(target, "dense", note))
@@ -161,6 +158,11 @@ def _saved_bytes(candidate: Candidate) -> int:
     return weight.nbytes - resident_bytes(candidate.weight)
 
 
-def _fill(target: Tensor, weight: Tensor) -> None:
+def _fill(targets: Iterable[Tensor], encoded: Encoded) -> None:
+    """Decodes into tensors of a model: where they lie, unless that is another device or not in order."""
     with torch.no_grad():
-        target.copy_(weight)
+        for target in targets:
+            if target.device.type == "cpu" and target.is_contiguous():
+                decode_into(encoded, target)
+            else:
+                target.copy_(decode(encoded))

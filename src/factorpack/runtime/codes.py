@@ -7,6 +7,8 @@ come out of one shift, next to each other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -29,28 +31,45 @@ def packed_bytes(count: int, bits: int) -> int:
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Signed codes of any shape -> bytes, in the order in which the codes lie."""
-    flat = codes.reshape(-1).to(torch.int32)
+    """Signed codes of any shape, int8 or beyond 8 bits int16 -> bytes, in the order in which the codes lie."""
+    flat = codes.reshape(-1)
+    flat = flat.view(torch.uint8) if flat.dtype == torch.int8 else flat
     packed, shift = [], 0
     for width in planes(bits):
-        numbers = (flat >> shift) & ((1 << width) - 1)
-        slots = 8 // width
-        padded = numbers.new_zeros(slots * _plane_bytes(len(flat), width))
-        padded[: len(flat)] = numbers
-        places = width * torch.arange(slots, device=codes.device, dtype=torch.int32)
-        packed.append((padded.reshape(slots, -1) << places[:, None]).sum(0).to(torch.uint8))
+        numbers = ((flat >> shift) & ((1 << width) - 1)).to(torch.uint8)
+        slots, stride = 8 // width, _plane_bytes(len(flat), width)
+        plane = numbers[:stride].clone()
+        for slot in range(1, slots):
+            later = numbers[slot * stride : (slot + 1) * stride]
+            plane[: len(later)] |= later << (slot * width)
+        packed.append(plane)
         shift += width
     return torch.cat(packed)
 
 
 def unpack_reference(packed: Tensor, bits: int, count: int) -> Tensor:
     """The inverse of `pack_codes`, in plain torch: (count,), int8 or beyond 8 bits int16."""
+    return _joined(packed, bits, count, lambda plane, width: _plane(plane, width, count))
+
+
+def unpack_range(packed: Tensor, bits: int, count: int, start: int, stop: int) -> Tensor:
+    """Codes from `start` to before `stop` of `count`, none of the others being unpacked: (stop - start,)."""
+    return _joined(packed, bits, count, lambda plane, width: _plane_range(plane, width, start, stop))
+
+
+def unpack_at(packed: Tensor, bits: int, count: int, places: Tensor) -> Tensor:
+    """Codes at some places from 0 to `count` - 1, of any shape, none of the others being unpacked."""
+    return _joined(packed, bits, count, lambda plane, width: _plane_at(plane, width, places))
+
+
+def _joined(packed: Tensor, bits: int, count: int, numbers_of: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Signed codes of what `numbers_of` takes from each plane, given its width."""
     dtype = code_dtype(bits)
     total: Tensor | None = None
     start = shift = 0
     for width in planes(bits):
         size = _plane_bytes(count, width)
-        numbers = _plane(packed[start : start + size], width, count)
+        numbers = numbers_of(packed[start : start + size], width)
         if dtype != torch.int8:
             numbers = numbers.to(dtype)
         total = numbers << shift if total is None else total.bitwise_or_(numbers << shift)
@@ -83,3 +102,22 @@ def _plane(packed: Tensor, width: int, count: int) -> Tensor:
         return packed
     places = width * torch.arange(8 // width, device=packed.device, dtype=torch.uint8)
     return ((packed >> places[:, None]) & ((1 << width) - 1)).reshape(-1)[:count]
+
+
+def _plane_range(packed: Tensor, width: int, start: int, stop: int) -> Tensor:
+    if width == 8:
+        return packed[start:stop]
+    stride = len(packed)
+    runs = [
+        (packed[max(start - first, 0) : min(stop - first, stride)] >> (first // stride * width))
+        for first in range(start // stride * stride, stop, stride)
+    ]
+    return (runs[0] if len(runs) == 1 else torch.cat(runs)).bitwise_and_((1 << width) - 1)
+
+
+def _plane_at(packed: Tensor, width: int, places: Tensor) -> Tensor:
+    if width == 8:
+        return packed[places]
+    stride = len(packed)
+    shifts = (places // stride * width).to(torch.uint8)
+    return (packed[places % stride] >> shifts) & ((1 << width) - 1)

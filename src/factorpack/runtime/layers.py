@@ -28,7 +28,7 @@ class PackedLayer(nn.Module):
 class PackedLinear(PackedLayer, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         packed = self.packed
-        if not on_gpu(input) or "codes" not in packed.rows:
+        if not on_gpu(input) or "codes" not in packed.in_rows:
             return super().forward(input)
         return self.multiplied(input.to(computed_in(input)), "codes", packed.part("scale").view(-1))
 
@@ -65,7 +65,11 @@ class PackedConvTranspose3d(PackedLayer, nn.ConvTranspose3d):
 
 
 class PackedEmbedding(PackedLayer, nn.Embedding):
-    pass
+    def forward(self, input: Tensor) -> Tensor:
+        """Rebuilds the rows that are asked for, where they are fewer than all and lie apart in the codes."""
+        if self.max_norm is not None or input.numel() >= self.num_embeddings or not self.packed.has_rows:
+            return super().forward(input)
+        return self.packed.rows(input.reshape(-1)).view(*input.shape, self.embedding_dim)
 
 
 PACKED: dict[type[nn.Module], type[PackedLayer]] = {
