@@ -33,6 +33,14 @@ def test_in_pieces(method: fp.Method) -> None:
     torch.testing.assert_close(packed(), weight)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_in_pieces_that_begin_within_a_row(bits: int) -> None:
+    packed, weight = packed_weight(fp.QSPCA(rank=32, tile=64, latent_bits=bits), columns=17 * 64)
+    starts = [piece.place.start for piece in pieces(packed.kind, packed.shape, 0, packed.part_shapes)]
+    assert any(start % (17 * 64) for start in starts)
+    torch.testing.assert_close(packed(), weight)
+
+
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_row_by_row(method: fp.Method) -> None:
     packed, weight = packed_weight(method)

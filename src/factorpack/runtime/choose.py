@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 Layer = TypeVar("Layer")
+MARGIN = 0.1
+"""The share by which another way must be faster than dense."""
 
 
 def choose(
@@ -13,7 +15,8 @@ def choose(
 ) -> dict[Layer, str]:
     """The fastest way of each layer; then, for `slack` of the dense layers' time, less memory.
 
-    That time goes to the layers which save most bytes for a second of it, as long as it lasts.
+    Dense is left for what is faster by more than `MARGIN`: less could be a moment of the machine. The time
+    of the slack goes to the layers which save most bytes for a second of it, as long as it lasts.
 
     >>> seconds = {"a": {"dense": 10.0, "packed": 10.5}, "b": {"dense": 10.0, "packed": 19.0}}
     >>> choose(seconds, {"a": 100, "b": 100}, slack=0.0)
@@ -21,7 +24,7 @@ def choose(
     >>> choose(seconds, {"a": 100, "b": 100}, slack=0.05)
     {'a': 'packed', 'b': 'dense'}
     """
-    chosen = {layer: min(times, key=lambda mode: times[mode]) for layer, times in seconds.items()}
+    chosen = {layer: _fastest(times) for layer, times in seconds.items()}
     left = slack * sum(times["dense"] for times in seconds.values())
     extra: dict[Layer, tuple[float, str]] = {}
     for layer, times in seconds.items():
@@ -34,3 +37,8 @@ def choose(
             chosen[layer] = mode
             left -= cost
     return chosen
+
+
+def _fastest(times: Mapping[str, float]) -> str:
+    mode = min(times, key=lambda each: times[each])
+    return mode if times[mode] < (1 - MARGIN) * times["dense"] else "dense"
