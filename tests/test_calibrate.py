@@ -44,6 +44,33 @@ class Net(nn.Module):
         return self.head(x if offset is None else x + offset)  # type: ignore[no-any-return]
 
 
+class Texts(nn.Module):
+    """One layer over tokens, which takes its arguments by name or as one dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, states: Tensor, attention_mask: Tensor | None = None) -> Tensor:  # noqa: ARG002
+        return self.layer(states)  # type: ignore[no-any-return]
+
+
+class Pipeline(Texts):
+    def forward(self, features: dict[str, Tensor], **_: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(**features)
+
+
+@pytest.mark.parametrize("made", [Texts, Pipeline])
+def test_padding_is_no_input(made: type[Texts]) -> None:
+    model, states = made(), seeded(2, 3, 4)
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    padded = fp.calibrate(model, [{"states": states, "attention_mask": mask}])
+    real = fp.calibrate(model, [{"states": states[mask.bool()]}])
+    found, expected = (each.moments(["layer"], model)["layer"] for each in (padded, real))
+    assert_close(found.second, expected.second)
+    assert_close(found.mean, expected.mean)
+
+
 LAYERS = ["stem", "body.0", "grouped", "head"]
 SOLVER = fp.ProjectedGradient(2, learning_rate=1e-2, samples=8)
 METHOD = fp.QSPCA(6, 4, tile=16, solver=SOLVER)

@@ -15,10 +15,10 @@ from factorpack.calibrate import Calibration, calibrate, evaluating, forward
 from factorpack.decode import decode
 from factorpack.errors import PlanError
 from factorpack.methods.protocol import check_type
+from factorpack.plan.answers import answer_of
 from factorpack.plan.curves import Curve
 from factorpack.plan.divergence import divergence_of
 from factorpack.plan.planner import HELD_SHARE, Work
-from factorpack.plan.sensitivity import as_logits
 from factorpack.record import Encoded
 from factorpack.size import fp32_bytes
 from factorpack.source import Source
@@ -85,7 +85,7 @@ def divergence(
     total, count = 0.0, 0
     for batch in held.batches:
         with torch.no_grad():
-            wanted, found = (as_logits(forward(net, batch)) for net in (model, packed))
+            wanted, found = (answer_of(forward(net, batch), batch) for net in (model, packed))
         lost, answers = divergence_of(wanted, found)
         total, count = total + lost, count + answers
     return total / count

@@ -19,12 +19,13 @@ from factorpack.format.whole import file_bytes
 from factorpack.methods import Keep, Scalar
 from factorpack.norms import DECIDED, correct_outputs, norms_after, small_leftovers
 from factorpack.plan.curves import Curve, allocate, load_curves, save_curves, with_unknown
+from factorpack.plan.embedding import embedding_moments
 from factorpack.plan.planner import HELD_SHARE, Work
 from factorpack.plan.pose import Posed, best_pose, curve, meet, pose
 from factorpack.plan.refine import Alone, refined
 from factorpack.plan.rules import Rules
 from factorpack.plan.search import Search
-from factorpack.plan.sensitivity import sensitivities
+from factorpack.plan.sensitivity import information
 from factorpack.progress import Progress
 from factorpack.record import Encoded, LayerMoments
 from factorpack.solve.moments import has_moments
@@ -70,6 +71,8 @@ class Budgeter:
         self.module_of: dict[str, str] = {}
         self.norm_of: dict[str, str] = {}
         self.sensitivity: dict[str, float] = {}
+        self.metric: dict[str, LayerMoments] = {}
+        """What an error in a row of an embedding costs: its rows are looked up, and multiply nothing."""
         if self.model is not None and calibration is not None:
             self.module_of = _modules(self.model, calibration, self.coded)
             # A norm that stays as it is cannot put a mean right.
@@ -79,10 +82,19 @@ class Budgeter:
                 if not self._decided(f"{norm}.running_mean")
             }
             if self.planner.equal_slope:
-                found = sensitivities(
-                    self.model, calibration, list(self.module_of.values()), SENSITIVITY_SAMPLES
-                )
-                self.sensitivity = {name: found[module] for name, module in self.module_of.items()}
+                self._inform(self.model, calibration)
+
+    def _inform(self, model: nn.Module, calibration: Calibration) -> None:
+        """Learns what each weight's outputs matter, and what the rows of embeddings do."""
+        tables = _tables(model, calibration, self.coded, self.source.aliases)
+        layers = [*self.module_of.values(), *(layer for each in tables.values() for layer in each)]
+        found = information(model, calibration, layers, SENSITIVITY_SAMPLES)
+        self.sensitivity = {name: found[module].level for name, module in self.module_of.items()}
+        for name, (table, *heads) in tables.items():
+            seen = calibration.moments(heads, model) if heads else {}
+            tied = [(seen[head].second[0], found[head].level) for head in heads]
+            rows = self.source.entries[name].shape[0]
+            self.metric[name], self.sensitivity[name] = embedding_moments(found[table], rows, tied)
 
     def curves(self, bits: float) -> dict[str, Curve]:
         """A curve for every weight, about `bits` a weight, or those kept in a file."""
@@ -114,7 +126,7 @@ class Budgeter:
                     bar.show(name)
                     weight = self.source.entries[name].load()
                     groups = self.source.transposed_groups.get(name, 0)
-                    known = (moments.get(name), self.sensitivity.get(name))
+                    known = (self._metric(name) or moments.get(name), self.sensitivity.get(name))
                     with while_compressing(name):
                         posed = best_pose(weight, groups, *known, bits, self.planner.rounding)
                         found[name], at_steps = curve(posed, bits)
@@ -200,6 +212,7 @@ class Budgeter:
         weight = self.source.entries[name].load()
         with while_compressing(name):
             used = moments if self.planner.second_order else None
+            used = self._metric(name) or used
             rounding = replace(self.planner.rounding, trellis=planned.trellis)
             posed = pose(weight, groups, used, self.sensitivity.get(name), planned.tile, rounding)
             step, encoded = meet(posed, step, aim)
@@ -338,6 +351,9 @@ class Budgeter:
                 chunk, held = [], 0
             chunk, held = [*chunk, name], held + size
 
+    def _metric(self, name: str) -> LayerMoments | None:
+        return self.metric.get(name) if self.planner.second_order else None
+
     def _moments(self, name: str, compressed: nn.Module | None) -> LayerMoments | None:
         module = self.module_of.get(name)
         if module is None or self.calibration is None or self.model is None:
@@ -392,6 +408,21 @@ def _modules(model: nn.Module, calibration: Calibration | None, coded: Sequence[
         name = weight_of(layer)
         if name in coded and has_moments(model.get_submodule(layer)):
             found[name] = layer
+    return found
+
+
+def _tables(
+    model: nn.Module, calibration: Calibration, coded: Sequence[str], aliases: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """Weights of embeddings that run: name -> its embedding, then the heads that are tied to it."""
+    found: dict[str, list[str]] = {}
+    for layer in calibration.order:
+        name = aliases.get(weight_of(layer), weight_of(layer))
+        module = model.get_submodule(layer)
+        if name in coded and isinstance(module, nn.Embedding):
+            found.setdefault(name, [layer])
+        elif name in found and isinstance(module, nn.Linear):
+            found[name].append(layer)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ class Calibration:
         self._repeated = {name for name, count in Counter(runs).items() if count > 1}
 
     def __len__(self) -> int:
-        return sum(_batch_size(batch) for batch in self.batches)
+        return sum(batch_size(batch) for batch in self.batches)
 
     def split(self, share: float) -> tuple[Calibration, Calibration]:
         """All but the last `share` of the inputs, and those; at least one each."""
@@ -50,10 +51,10 @@ class Calibration:
         parts: tuple[list[Any], list[Any]] = ([], [])
         place = 0
         for batch in self.batches:
-            size = _batch_size(batch)
+            size = batch_size(batch)
             cut = min(max(total - held - place, 0), size)
             for part, piece in zip(parts, (_slice(batch, 0, cut), _slice(batch, cut, size)), strict=True):
-                if _batch_size(piece):
+                if batch_size(piece):
                     part.append(piece)
             place += size
         first, second = copy.copy(self), copy.copy(self)
@@ -109,7 +110,8 @@ def calibrate(model: nn.Module, batches: Iterable[Any], samples: int = 64) -> Ca
     """Takes the first `samples` inputs of `batches` and learns in which order the model's layers run.
 
     A batch is a tensor, a (inputs, labels) pair whose labels are ignored, or a dictionary of keyword
-    arguments, on the model's device or not.
+    arguments (or of whatever a forward takes as one), on the model's device or not. Of texts, an
+    `attention_mask` in it says which tokens count.
     """
     if samples < 1:
         raise SourceError(f"{samples} calibration samples, expected at least one")
@@ -135,19 +137,35 @@ def forward(model: nn.Module, batch: Any) -> Any:
     return model(*positional, **named)
 
 
-def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
     """What a model is called with for a batch: arguments by place and by name, on its device."""
     device = device_of(model)
     inputs = _inputs(batch)
-    if isinstance(inputs, Mapping):
-        return (), {key: value.to(device) for key, value in inputs.items()}
-    return (inputs.to(device),), {}
+    if not isinstance(inputs, Mapping):
+        return (inputs.to(device),), {}
+    named = {key: value.to(device) for key, value in inputs.items()}
+    return ((named,), {}) if _takes_a_dictionary(model, named) else ((), named)
+
+
+def _takes_a_dictionary(model: nn.Module, named: Mapping[str, Tensor]) -> bool:
+    """Whether a forward's first argument is needed and none of the names: it takes them as one dictionary."""
+    first = next(iter(inspect.signature(model.forward).parameters.values()), None)
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if first is None or first.kind not in places or first.default is not first.empty:
+        return False
+    return first.name not in named
 
 
 def device_of(model: nn.Module) -> torch.device:
     """Where a model's tensors are; one that runs on codes may have buffers alone."""
     tensors = chain(model.parameters(), model.buffers())
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def mask_of(batch: Any) -> Tensor | None:
+    """Which tokens of a batch of texts are real, (samples, tokens); None where the batch does not say."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
 def _inputs(batch: Any) -> Any:
@@ -163,7 +181,8 @@ def _inputs(batch: Any) -> Any:
     )
 
 
-def _batch_size(batch: Any) -> int:
+def batch_size(batch: Any) -> int:
+    """Samples in a batch of any of the accepted forms."""
     inputs = _inputs(batch)
     first = inputs if isinstance(inputs, Tensor) else next(iter(inputs.values()))
     return len(first) if first.dim() else 0
@@ -180,7 +199,7 @@ def _take(batches: Iterable[Any], samples: int) -> list[Any]:
     taken: list[Any] = []
     left = samples
     for batch in [batches] if isinstance(batches, Tensor) else batches:
-        inputs, size = _inputs(batch), min(_batch_size(batch), left)
+        inputs, size = _inputs(batch), min(batch_size(batch), left)
         if size:
             taken.append(_slice(inputs, 0, size))
         left -= size
@@ -231,13 +250,15 @@ def _inputs_of(model: nn.Module, names: Sequence[str], batch: Any, ends: bool) -
     A pass that `ends` does so at the first of them: the rest of the network has nothing to add.
     """
     found: dict[str, list[Tensor]] = {name: [] for name in names}
+    mask = mask_of(batch)
 
     def catch(name: str) -> Callable[[nn.Module, Sequence[Any]], None]:
-        def hook(_module: nn.Module, arguments: Sequence[Any]) -> None:
+        def hook(module: nn.Module, arguments: Sequence[Any]) -> None:
+            seen = _unpadded(module, arguments[0].detach(), mask)
             if ends:
-                found[name].append(arguments[0].detach())
+                found[name].append(seen)
                 raise _ReachedLayer
-            found[name].append(arguments[0].detach().clone())  # what follows may work in place
+            found[name].append(seen.clone())  # what follows may work in place
 
         return hook
 
@@ -253,6 +274,13 @@ def _inputs_of(model: nn.Module, names: Sequence[str], batch: Any, ends: bool) -
             f"layer {idle[0]!r} does not run on the calibration data, so nothing is known of it"
         )
     return found
+
+
+def _unpadded(module: nn.Module, inputs: Tensor, mask: Tensor | None) -> Tensor:
+    """The inputs of a linear layer at real tokens alone: (tokens, K)."""
+    if mask is None or not isinstance(module, nn.Linear) or inputs.shape[:-1] != mask.shape:
+        return inputs
+    return inputs[mask.to(inputs.device)]
 
 
 def _run(model: nn.Module, batch: Any) -> None:

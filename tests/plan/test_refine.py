@@ -11,6 +11,7 @@ from torch import nn
 import factorpack as fp
 from factorpack.calibrate import calibrate
 from factorpack.methods import Keep, Scalar
+from factorpack.plan.answers import Answer, answer_of
 from factorpack.plan.curves import Curve
 from factorpack.plan.divergence import divergence_of
 from factorpack.plan.refine import MOST, Alone, refined
@@ -26,16 +27,19 @@ def net() -> nn.Module:
 
 def test_divergence_of_two_coins_by_hand() -> None:
     """KL((1/2, 1/2), (1/4, 3/4)) = (ln 2 + ln 2/3) / 2."""
-    wanted, found = torch.zeros(3, 2), torch.tensor([[0.0, math.log(3.0)]]).expand(3, 2)
+    wanted = Answer(torch.zeros(3, 2), logits=True)
+    found = Answer(torch.tensor([[0.0, math.log(3.0)]]).expand(3, 2), logits=True)
     total, count = divergence_of(wanted, found)
     assert count == 3
     assert total / count == pytest.approx((math.log(2) + math.log(2 / 3)) / 2)
     assert divergence_of(found, found) == (0.0, 3)
 
 
-def test_a_single_number_is_a_gaussian_of_the_answers_spread() -> None:
-    wanted = torch.tensor([[-1.0], [1.0]])
-    assert divergence_of(wanted, wanted + 0.5) == (pytest.approx(2 * 0.25 / 2), 2)
+@pytest.mark.parametrize("width", [1, 3])
+def test_values_are_the_mean_of_a_gaussian_of_their_spread(width: int) -> None:
+    wanted = torch.tensor([[-1.0], [1.0]]).expand(2, width)
+    found = divergence_of(Answer(wanted, logits=False), Answer(wanted + 0.5, logits=False))
+    assert found == (pytest.approx(2 * width * 0.25 / 2), 2)
 
 
 def test_one_weight_alone_and_the_model_as_it_was() -> None:
@@ -47,7 +51,7 @@ def test_one_weight_alone_and_the_model_as_it_was() -> None:
     other = net()
     other.load_state_dict(before | {"0.weight": fp.decode(rough)})
     with torch.no_grad():
-        total, count = divergence_of(model(inputs), other(inputs))
+        total, count = divergence_of(answer_of(model(inputs)), answer_of(other(inputs)))
     assert found == pytest.approx(total / count)
     assert alone.divergence("0.weight", Keep().encode(before["0.weight"])) == 0.0  # nothing stayed behind
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import factorpack as fp
 from factorpack.calibrate import Calibration, evaluating
 from factorpack.errors import SourceError
-from factorpack.plan.sensitivity import as_logits, first_tensor, sensitivities
+from factorpack.plan.sensitivity import information
 from tests.helpers import seeded
 
 
@@ -22,7 +22,8 @@ def measured(
 ) -> dict[str, float]:
     calibration = fp.calibrate(model, batches, samples=1 << 20)
     with evaluating(model):
-        return sensitivities(model, calibration, layers, samples, seed)
+        found = information(model, calibration, layers, samples, seed)
+    return {name: each.level for name, each in found.items()}
 
 
 def two_layers() -> nn.Sequential:
@@ -112,7 +113,7 @@ def test_batches_do_not_matter_and_samples_bound_them() -> None:
     model.register_forward_pre_hook(lambda _module, arguments: drawn.append(len(arguments[0])))
     calibration = fp.calibrate(model, inputs.split(16))
     drawn.clear()
-    sensitivities(model, calibration, ["0"], samples=33)
+    information(model, calibration, ["0"], samples=33)
     assert drawn == [16, 16, 16]
 
 
@@ -175,12 +176,12 @@ def test_logits_by_name() -> None:
     assert named["inner.0"] == plain
 
 
-def test_logits_of_every_token_count() -> None:
-    """Four tokens with the logits of one, each answered on its own: four times the information."""
+def test_every_token_is_an_answer() -> None:
+    """Four tokens with the logits of one, each answered on its own: of one answer, the same information."""
     inputs = seeded(3000, 6)
     plain = measured(two_layers(), inputs, ["0"])["0"]
     model = Answering(lambda x: SimpleNamespace(logits=x[:, None].expand(-1, 4, -1)))
-    assert measured(model, inputs, ["inner.0"])["inner.0"] == pytest.approx(4 * plain, rel=0.1)
+    assert measured(model, inputs, ["inner.0"])["inner.0"] == pytest.approx(plain, rel=0.1)
 
 
 ANSWERS: dict[str, Callable[[Tensor], Any]] = {
@@ -249,17 +250,20 @@ def test_hooks_go_when_the_model_fails() -> None:
     calibration = fp.calibrate(model, seeded(8, 6))
     calibration.batches = [seeded(8, 5)]
     with pytest.raises(RuntimeError):
-        sensitivities(model, calibration, ["0"])
+        information(model, calibration, ["0"])
     assert isinstance(calibration, Calibration)
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_the_tensor_in_an_answer() -> None:
-    x = seeded(2, 3)
-    for answer in (x, SimpleNamespace(logits=x), (None, x), [x], {"a": None, "b": x}):
-        assert as_logits(answer) is x
-    for answer in ((), {}, "text", None, SimpleNamespace(logits=None)):
-        with pytest.raises(SourceError, match=f"answers with a {type(answer).__name__}"):
-            as_logits(answer)
-    with pytest.raises(SourceError, match="no tensor"):
-        first_tensor([1, 2])
+def test_an_embedding_knows_its_whole_information() -> None:
+    """Of answers y = W e that are a Gaussian's mean it is W^T W / s^2, whatever is looked up."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 6, bias=False), nn.Unflatten(2, (6, 1)))
+    tokens = torch.arange(4000).reshape(-1, 1) % 9
+    spread = float(model(tokens).detach().square().mean())
+    with evaluating(model):
+        found = information(model, fp.calibrate(model, [tokens], samples=4000), ["0"], 4000)["0"]
+    weight = model.state_dict()["1.weight"]
+    assert found.metric is not None
+    torch.testing.assert_close(found.metric, weight.T @ weight / spread, rtol=0, atol=0.1 * found.level)
+    assert found.level == pytest.approx(float(found.metric.diagonal().mean()), rel=1e-4)

@@ -14,7 +14,7 @@ from factorpack.calibrate import evaluating, forward
 from factorpack.errors import PlanError, WeightError
 from factorpack.permute.groups import Group, find_groups
 from factorpack.permute.search import Child, search_order
-from factorpack.plan.sensitivity import as_logits
+from factorpack.plan.answers import answer_of
 
 TileOf = Callable[[str, tuple[int, ...]], int]
 """Name and shape of a weight -> numbers in one of its tiles; 0 where it is not cut into tiles."""
@@ -127,7 +127,7 @@ def _child(group: Group, name: str, weight: Tensor, tile_of: TileOf) -> Child | 
 
 def _change(model: nn.Module, permuted: nn.Module, example: Any) -> float:
     with evaluating(model), evaluating(permuted), torch.no_grad():
-        wanted, answer = (as_logits(forward(each, example)).double() for each in (model, permuted))
+        wanted, answer = (answer_of(forward(each, example)).values.double() for each in (model, permuted))
     change = float((answer - wanted).norm() / wanted.norm().clamp_min(1e-30))
     if not change <= MOST_CHANGE:
         raise WeightError(f"the permuted model's answers differ by {change:.1e} of their size")

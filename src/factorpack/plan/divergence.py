@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from factorpack.plan.answers import Answer
 
 
-def divergence_of(wanted: Tensor, found: Tensor) -> tuple[float, int]:
-    """Kullback-Leibler divergence in nats, summed over all answers, and their number.
-
-    Answers are logits over the last axis; a single number is the mean of a Gaussian of the answers' spread.
-    """
-    wanted, found = wanted.double(), found.double()
-    count = wanted[..., 0].numel()
-    if wanted.shape[-1] == 1:
-        spread = (2 * wanted.var(correction=0)).clamp_min(1e-30)
-        return float((wanted - found).square().sum() / spread), count
-    wanted, found = wanted.log_softmax(-1), found.log_softmax(-1)
-    return float((wanted.exp() * (wanted - found)).sum()), count
+def divergence_of(wanted: Answer, found: Answer) -> tuple[float, int]:
+    """Kullback-Leibler divergence in nats, summed over all answers, and their number."""
+    before, after = wanted.values.double(), found.values.double()
+    if wanted.logits:
+        before, after = before.log_softmax(-1), after.log_softmax(-1)
+        return float((before.exp() * (before - after)).sum()), len(before)
+    spread = (2 * before.square().mean()).clamp_min(1e-30)
+    return float((before - after).square().sum() / spread), len(before)

@@ -10,9 +10,9 @@ from torch import nn
 
 from factorpack.calibrate import Calibration, forward
 from factorpack.decode import decode
+from factorpack.plan.answers import Answer, answer_of
 from factorpack.plan.curves import Curve
 from factorpack.plan.divergence import divergence_of
-from factorpack.plan.sensitivity import as_logits
 from factorpack.record import Encoded
 
 MOST = 4.0
@@ -36,9 +36,9 @@ class Alone:
         self.state[name].copy_(original)
         return sum(total for total, _ in found) / sum(count for _, count in found)
 
-    def _answers(self) -> list[torch.Tensor]:
+    def _answers(self) -> list[Answer]:
         with torch.no_grad():
-            return [as_logits(forward(self.model, batch)) for batch in self.held.batches]
+            return [answer_of(forward(self.model, batch), batch) for batch in self.held.batches]
 
 
 def refined(curve: Curve, place: int, measured: float) -> Curve:
