@@ -10,6 +10,7 @@ from factorpack.calibrate import calibrate
 from factorpack.comparison import compare
 from factorpack.decode import decode
 from factorpack.errors import FactorpackError, FormatError, PlanError, SourceError, WeightError
+from factorpack.hub import from_pretrained, register, save_pretrained
 from factorpack.methods import (
     AQ,
     BGD,
@@ -34,8 +35,7 @@ from factorpack.record import Encoded
 from factorpack.solve.projected import ProjectedGradient
 from factorpack.tune.finetune import Schedule, finetune
 from factorpack.tune.reconstruct import reconstruct
-
-__version__ = "0.1.0"
+from factorpack.version import __version__
 
 __all__ = [
     "AQ",
@@ -63,6 +63,7 @@ __all__ = [
     "SourceError",
     "SpatialSVD",
     "WeightError",
+    "__version__",
     "calibrate",
     "compare",
     "compress",
@@ -71,7 +72,10 @@ __all__ = [
     "export",
     "export_onnx",
     "finetune",
+    "from_pretrained",
     "load",
     "reconstruct",
+    "register",
     "save",
+    "save_pretrained",
 ]

@@ -17,6 +17,10 @@ from factorpack.bench import bench
 from factorpack.comparison.commands import compare
 from factorpack.demo import demo
 from factorpack.errors import FactorpackError, PlanError
+from factorpack.format.whole import write_packed
+from factorpack.hub.commands import compress_on_text, evaluate
+from factorpack.hub.folder import is_model_folder, open_folder
+from factorpack.hub.save import write_folder
 from factorpack.methods import METHODS, Method, from_fields
 from factorpack.model import DEFAULT_METHOD
 from factorpack.onnx.commands import export
@@ -26,7 +30,7 @@ from factorpack.plan.rules import Rules
 from factorpack.report.tables import human_bytes, plain, printable, size_json, size_table
 from factorpack.report.verify import verify as verify_packed
 from factorpack.size import SizeReport
-from factorpack.tune.commands import compress_into_budget, evaluate, finetune
+from factorpack.tune.commands import compress_into_budget, finetune
 
 # A pipe has no width: 80 columns would fold every line of a table.
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
@@ -62,11 +66,15 @@ def compress(
     ] = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(help="A folder of pictures, no labels needed: keep the model's outputs close."),
+        typer.Option(
+            help="A folder of pictures, no labels needed, or for a Hugging Face folder a text file: keep the "
+            "model's outputs close."
+        ),
     ] = None,
     samples: Annotated[
-        int, typer.Option(help="Pictures to calibrate on; more is better, up to 1,000.")
+        int, typer.Option(help="Pictures or texts to calibrate on; more is better, up to 1,000.")
     ] = 256,
+    length: Annotated[int, typer.Option(help="Tokens of a text to calibrate on.")] = 128,
     image_size: Annotated[int, typer.Option(help="Side of the square pictures the model takes.")] = 224,
     curves: Annotated[
         Path | None, typer.Option(help="Keep rate-distortion curves here (JSON), for this and later budgets.")
@@ -106,7 +114,9 @@ def compress(
 
     With --ratio or --bytes everything is chosen for you, and the file meets the budget: never over it, at
     most 1 % under. That needs no data and no model; with both (--model, --calibration) the same bytes keep
-    far more accuracy. With a method instead, biases, norms and the first convolution stay raw and the
+    far more accuracy. A Hugging Face folder has its model in it: --calibration takes a text file then, and
+    an output without an ending becomes a folder that opens with fp.from_pretrained, with tokenizer, config
+    and a model card. With a method instead, biases, norms and the first convolution stay raw and the
     classifier gets 4-bit codes.
 
     Examples:
@@ -119,6 +129,8 @@ def compress(
         factorpack compress model.pt -o small.safetensors --rank 128 --latent-bits 3 --sparsity 0.2
 
         factorpack compress folder/ -o small.safetensors --method scalar --bits 4 --exclude 'lm_head.*'
+
+        factorpack compress folder/ -o small-folder --ratio 8 --calibration sentences.txt
     """
     if output.resolve() == source.resolve():
         raise PlanError(f"{output} is the checkpoint itself: choose another file to write")
@@ -137,25 +149,34 @@ def compress(
     given = {key: value for key, value in settings.items() if value is not None}
     started = time.perf_counter()
     budget = {"ratio": ratio, "max_bytes": max_bytes, "max_loss": max_loss}
+    kept = exclude or []
     if any(value is not None for value in budget.values()):
         if method is not None or given or recipe is not None:
             raise PlanError("a budget chooses methods and settings itself: give one or the other")
-        packed = compress_into_budget(
-            source, budget, model, calibration, samples, image_size, exclude or [], curves, not as_json
-        )
-        fp.save(packed, output)
+
+        def write(path: Path) -> None:
+            last = (kept, curves, not as_json)
+            if model is None and calibration is not None and is_model_folder(source):
+                packed = compress_on_text(source, budget, calibration, samples, length, *last)
+            else:
+                packed = compress_into_budget(source, budget, model, calibration, samples, image_size, *last)
+            write_packed(path, packed.items(), packed.aliases)
     else:
         if model is not None or calibration is not None or curves is not None:
             raise PlanError("--model, --calibration and --curves serve a budget: give --ratio or --bytes")
         rules = _rules(method, given, recipe)
-        packed = fp.compress_to(
-            output,
-            source,
-            rules.method,
-            layers=rules.layers,
-            exclude=[*rules.exclude, *(exclude or [])],
-            progress=not as_json,
-        )
+        kept = [*rules.exclude, *kept]
+
+        def write(path: Path) -> None:
+            fp.compress_to(
+                path, source, rules.method, layers=rules.layers, exclude=kept, progress=not as_json
+            )
+
+    if is_model_folder(source) and not output.suffix:
+        packed = write_folder(output, open_folder(source), write)
+    else:
+        write(output)
+        packed = fp.load(output)
     seconds = time.perf_counter() - started
     report = packed.size()
     if as_json:

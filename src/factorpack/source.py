@@ -25,6 +25,8 @@ _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = ("model.safetensors", "pytorch_model.bin")
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+HEADS = {"fc", "classifier", "head", "heads", "lm_head", "score"}
+"""Parts of names that heads go by."""
 _SAFETENSORS_DTYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
 
 
@@ -138,8 +140,48 @@ def _open_path(path: Path) -> Source:
 def _open_folder(folder: Path) -> Source:
     for name in (*_INDEXES, *_SINGLES):
         if (folder / name).is_file():
-            return _open_path(folder / name)
+            check_inside(folder, folder / name)
+            opened = _open_path(folder / name)
+            return _tied_once(opened) if _says_tied(folder / "config.json") else opened
     raise SourceError(f"the folder {folder} holds none of {', '.join((*_INDEXES, *_SINGLES))}")
+
+
+def check_inside(folder: Path, path: Path) -> None:
+    """Raises SourceError where a link leads out of a folder; a hub's cache keeps its files in blobs/ beside it."""
+    whole, found = folder.resolve(), path.resolve()
+    homes = [whole]
+    if whole.parent.name == "snapshots":
+        homes.append(whole.parents[1] / "blobs")
+    if not any(found.is_relative_to(home) for home in homes):
+        raise SourceError(f"{path} is a link to {found}, expected a file inside {folder}")
+
+
+def _says_tied(config: Path) -> bool:
+    """Whether a folder's config says that its model's head is its table of words."""
+    if not config.is_file():
+        return False
+    check_inside(config.parent, config)
+    try:
+        document = json.loads(config.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{config} is not JSON: {error}") from error
+    return isinstance(document, dict) and document.get("tie_word_embeddings") is True
+
+
+def _tied_once(source: Source) -> Source:
+    """Heads that a checkpoint holds beside the table they are tied to, number for number: once, under both names."""
+    entries, aliases = dict(source.entries), dict(source.aliases)
+    for name in [name for name in entries if HEADS & set(name.split("."))]:
+        head = entries[name]
+        for table, entry in list(entries.items()):
+            like = (entry.shape, entry.dtype) == (head.shape, head.dtype) and len(entry.shape) == 2
+            if table != name and like and torch.equal(entry.load(), head.load()):
+                del entries[name]
+                aliases |= {alias: table for alias, target in aliases.items() if target == name} | {
+                    name: table
+                }
+                break
+    return Source(entries, aliases)
 
 
 def _open_index(path: Path) -> Source:
@@ -154,6 +196,7 @@ def _open_index(path: Path) -> Source:
     for shard in shards:
         if not _is_shard(shard) or (path.parent / shard).is_dir():
             raise SourceError(f"{path} names the shard {shard!r}, expected a file beside the index")
+        check_inside(path.parent, path.parent / shard)
         opened = _open_path(path.parent / shard)
         entries.update(opened.entries)
         aliases.update(opened.aliases)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,27 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         _sync_folder(path.parent)
     finally:
         sibling.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """An empty sibling folder to fill, renamed to `path` once the block has ended well; nothing of it otherwise."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(f"{path} is there already: name another folder, or remove it")
+    sibling = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    sibling.mkdir()
+    try:
+        yield sibling
+        for each in sibling.rglob("*"):
+            if each.is_file():
+                with each.open("rb") as file:
+                    os.fsync(file.fileno())
+        if path.exists():
+            path.rmdir()  # empty: not every system renames onto a folder
+        sibling.rename(path)
+        _sync_folder(path.parent)
+    finally:
+        shutil.rmtree(sibling, ignore_errors=True)
 
 
 def _sync_folder(folder: Path) -> None:

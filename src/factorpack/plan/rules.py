@@ -34,13 +34,12 @@ from factorpack.methods import (
     SecondOrder,
 )
 from factorpack.record import dtype_name
-from factorpack.source import Entry, Source, natural
+from factorpack.source import HEADS, Entry, Source, natural
 
 CLASSIFIER = Scalar(bits=4)
 DEPTHWISE = Scalar(bits=8)
 SUIT_ANYTHING = (Scalar, SecondOrder, Keep, LSQ, Prune, NNCodec)
 CLASSIFIER_CODEWORDS, CLASSIFIER_TILE = 2048, 4
-_HEADS = {"fc", "classifier", "head", "heads", "lm_head", "score"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +147,7 @@ def classifier_of(source: Source) -> str | None:
     matrices = [
         name for name, entry in source.entries.items() if len(entry.shape) == 2 and not not_a_weight(entry)
     ]
-    heads = [name for name in matrices if _HEADS & set(name.split("."))]
+    heads = [name for name in matrices if HEADS & set(name.split("."))]
     if not heads and first_convolution(source) is not None:
         heads = matrices
     return max(heads, key=natural, default=None)

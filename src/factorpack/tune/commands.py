@@ -1,4 +1,4 @@
-"""`factorpack finetune` and `factorpack eval`."""
+"""`factorpack finetune`, and `factorpack eval` on pictures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from factorpack.model import DEFAULT_METHOD, Packed, compress, load, save
 from factorpack.plan.planner import Planner
 from factorpack.plan.recipe import Recipe, read_recipe
 from factorpack.plan.rules import Rules
-from factorpack.runtime.apply import MODES, LayerReport, Mode
+from factorpack.runtime.apply import LayerReport, Mode
 from factorpack.source import model_from, open_source
 from factorpack.tune.evaluate import Accuracy
 from factorpack.tune.evaluate import evaluate as measure
@@ -49,24 +49,11 @@ ImageSize = Annotated[int, typer.Option(help="Side of the square pictures the mo
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
-def evaluate(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A packed file, or any checkpoint.")],
-    model: Model,
-    data: Data,
-    batch_size: BatchSize = 64,
-    image_size: ImageSize = 224,
-    workers: Workers = 2,
-    mode: Annotated[
-        str, typer.Option(help=f"How a packed file runs, one of {', '.join(MODES)}: see packed.apply.")
-    ] = "dense",
-    as_json: Json = False,
+def evaluate_pictures(
+    file: Path, model: str, data: Path, reading: tuple[int, int, int], mode: str, as_json: bool
 ) -> None:
-    """Measure top-1 and top-5 accuracy on an image folder.
-
-    Example:
-
-        factorpack eval resnet18.packed.safetensors --model torchvision.models:resnet18 --data imagenet
-    """
+    """`factorpack eval` on an image folder: top-1 and top-5 accuracy."""
+    batch_size, image_size, workers = reading
     net = model_from(model).to(device())
     pictures = ImageFolder(image_folder(data, "val"), image_size)
     batches = loader(pictures, batch_size, workers)

@@ -1,0 +1,63 @@
+"""The model card of a packed folder: what was measured of the file, and how to open it."""
+
+from __future__ import annotations
+
+from factorpack.size import SizeReport, TensorSize
+
+_HOW = """```python
+import factorpack as fp
+
+model = fp.from_pretrained("{folder}")  # needs pip install 'factorpack[hf]'
+```
+
+or, with transformers' own verb:
+
+```python
+import factorpack as fp
+from transformers import {auto}
+
+fp.register()
+model = {auto}.from_pretrained("{folder}")
+```
+"""
+
+
+def card(name: str, architecture: str, report: SizeReport) -> str:
+    """Markdown: sizes as they are on disk, a line for each tensor, and how to load it. No accuracy is claimed."""
+    assert report.file_bytes is not None
+    return "\n".join(
+        [
+            f"# {name}",
+            "",
+            f"The weights of a `{architecture}`, packed by factorpack: {report.file_bytes:,} bytes in the file, "
+            f"{report.original_bytes:,} in FP32, {report.file_ratio:.2f} times smaller.",
+            "",
+            "What the packed model answers was not measured here: compare it with the original on your own "
+            "data before you rely on it.",
+            "",
+            "## Use",
+            "",
+            _HOW.format(folder=name, auto=_auto_class(architecture)),
+            "## Tensors",
+            "",
+            "| tensor | shape | bytes | bits a number | stored as |",
+            "|---|---|---|---|---|",
+            *(_line(each) for each in report.tensors),
+            "",
+        ]
+    )
+
+
+def _line(size: TensorSize) -> str:
+    count = max(size.original_bytes // 4, 1)
+    shape = " x ".join(map(str, size.shape)) or "1"
+    name = size.name.replace("|", "\\|").replace("`", "'")
+    return f"| `{name}` | {shape} | {size.bytes:,} | {8 * size.bytes / count:.2f} | {size.words} |"
+
+
+def _auto_class(architecture: str) -> str:
+    """The Auto class that opens an architecture, by the names transformers gives them."""
+    for task in ("ForCausalLM", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"):
+        if architecture.endswith(task):
+            return f"AutoModel{task}"
+    return "AutoModel"

@@ -1,0 +1,98 @@
+"""A model's folder: its config, what goes along with the weights, and the packed file if there is one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from factorpack.errors import SourceError
+from factorpack.source import check_inside
+
+CONFIG, PACKED_FILE, CARD = "config.json", "model.packed.safetensors", "README.md"
+METHOD = "factorpack"
+"""What a packed folder's config calls its quantization method."""
+LARGEST_CONFIG = 1 << 24
+_CARRIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".bpe", ".spm")
+"""Endings of what goes along: tokenizers, generation and pooling settings, chat templates. Never code."""
+_WEIGHTS = (
+    ".index.json",
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".gguf",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder with a config."""
+
+    path: Path
+    config: dict[str, Any]
+
+    @property
+    def packed_file(self) -> Path | None:
+        """The packed file that the config names; None in a folder of plain weights."""
+        stated = self.config.get("quantization_config")
+        if not isinstance(stated, dict) or stated.get("quant_method") != METHOD:
+            return None
+        name = stated.get("file")
+        if not isinstance(name, str) or Path(name).name != name or not (self.path / name).is_file():
+            raise SourceError(f"{self.path / CONFIG} names the packed file {name!r}, expected one beside it")
+        check_inside(self.path, self.path / name)
+        return self.path / name
+
+    @property
+    def architecture(self) -> str:
+        """The class that the config says the weights are for."""
+        named = self.config.get("architectures")
+        if not isinstance(named, list) or not named or not isinstance(named[0], str):
+            raise SourceError(
+                f"{self.path / CONFIG} has the architectures {named!r}, expected a list with a class of "
+                "transformers, as ['LlamaForCausalLM']"
+            )
+        return named[0]
+
+    def carried(self) -> list[Path]:
+        """Files that go along with the weights, of the folder and the folders in it, as paths inside it."""
+        found = [
+            each
+            for each in sorted((*self.path.glob("*"), *self.path.glob("*/*")))
+            if each.is_file()
+            and each.name.endswith(_CARRIED)
+            and not each.name.endswith(_WEIGHTS)
+            and not any(part.startswith(".") for part in each.relative_to(self.path).parts)
+            and each.relative_to(self.path) != Path(CONFIG)
+        ]
+        for each in found:
+            check_inside(self.path, each)
+        return [each.relative_to(self.path) for each in found]
+
+
+def is_model_folder(path: Path) -> bool:
+    return (path / CONFIG).is_file()
+
+
+def open_folder(path: str | Path) -> Folder:
+    """A model's folder, its config read and nothing else."""
+    path = Path(path)
+    file = path / CONFIG
+    if not file.is_file():
+        raise SourceError(f"{path} is no model's folder: it has no {CONFIG}")
+    check_inside(path, file)
+    if file.stat().st_size > LARGEST_CONFIG:
+        raise SourceError(f"{file} has {file.stat().st_size} bytes, allowed are {LARGEST_CONFIG}")
+    try:
+        config = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise SourceError(f"{file} holds a {type(config).__name__}, expected a table")
+    return Folder(path, config)

@@ -1,0 +1,100 @@
+"""What transformers asks of a quantization method, so that its own `from_pretrained` opens packed folders."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from factorpack.errors import SourceError
+from factorpack.format.container import is_packed
+from factorpack.hub.folder import METHOD
+from factorpack.model import export, load
+
+
+@cache
+def register() -> None:
+    """Lets transformers' `from_pretrained` open packed folders, in this process; imports transformers.
+
+    Never by itself: `import factorpack` stays light and leaves transformers alone. `fp.from_pretrained`
+    calls it too.
+    """
+    try:
+        from transformers.quantizers.auto import register_quantization_config, register_quantizer
+        from transformers.quantizers.base import HfQuantizer
+        from transformers.utils.quantization_config import QuantizationConfigMixin
+    except ImportError as error:
+        raise SourceError("packed folders need a newer transformers: pip install 'factorpack[hf]'") from error
+
+    @register_quantization_config(METHOD)
+    class FactorpackConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignore]
+        """The entry in `config.json`; the model it gives is an ordinary dense one."""
+
+        dequantize = True
+
+        def __init__(self, file: str = "", version: str = "", **_: Any) -> None:
+            self.quant_method = METHOD
+            self.file, self.version = file, version
+
+    @register_quantizer(METHOD)
+    class FactorpackQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
+        """Decodes the packed file, tensor by tensor, into a plain one that transformers reads as any other."""
+
+        requires_calibration = True
+
+        def update_attn_implementation(self, config: Any) -> Any:
+            """The one place that sees the config before files are looked for: only here the name is told.
+
+            In `config.json` it would make a transformers that knows no factorpack open the file, find none
+            of its tensors, and answer with random ones.
+            """
+            config.transformers_weights = self.quantization_config.file
+            return super().update_attn_implementation(config)
+
+        def preprocess_model(self, model: Any, *arguments: Any, **settings: Any) -> Any:
+            folder = tempfile.mkdtemp(prefix="factorpack-")
+            # Also where transformers fails between here and the end.
+            self.forget = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            self.shapes = _shapes(model)
+            files = settings["checkpoint_files"]
+            files[:] = [_plain(Path(file), Path(folder)) for file in files]
+            return super().preprocess_model(model, *arguments, **settings)
+
+        def postprocess_model(self, model: Any, **settings: Any) -> Any:
+            self.forget()
+            # Of a quantized model transformers takes any shape: codes have others than weights.
+            for name, shape in _shapes(model).items():
+                if shape != self.shapes[name]:
+                    raise SourceError(
+                        f"tensor {name!r} is {shape} in the file, {self.shapes[name]} by the config"
+                    )
+            if hasattr(model.config, "transformers_weights"):
+                del model.config.transformers_weights
+            return super().postprocess_model(model, **settings)
+
+        def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
+            return model
+
+        def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+            return model
+
+        def is_serializable(self, *_: Any, **__: Any) -> bool:
+            return True
+
+        @property
+        def is_trainable(self) -> bool:
+            return True
+
+
+def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
+
+
+def _plain(file: Path, folder: Path) -> str:
+    if not is_packed(file):
+        raise SourceError(f"{file} is no packed file, and the config says that it is one")
+    export(load(file), folder / file.name, progress=False)
+    return str(folder / file.name)

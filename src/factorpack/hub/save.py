@@ -1,0 +1,73 @@
+"""Packed folders: config, packed file, what goes along, and a card; whole or not there at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from factorpack.errors import SourceError
+from factorpack.format.atomic import atomic_folder
+from factorpack.format.whole import write_packed
+from factorpack.hub.card import card
+from factorpack.hub.folder import CARD, CONFIG, METHOD, PACKED_FILE, Folder, open_folder
+from factorpack.model import Packed, load
+from factorpack.record import dtype_name
+from factorpack.version import __version__
+
+
+def save_pretrained(packed: Packed, folder: str | Path, like: Any) -> Packed:
+    """Writes a packed model as a folder that `from_pretrained` opens; its tokenizer and settings go along.
+
+    `like` says whose weights they are: the Hugging Face folder they came from, or the transformers model
+    itself (a tokenizer is then saved into the folder by its own `save_pretrained`).
+
+    >>> fp.save_pretrained(packed, "small-llama", like="llama")  # doctest: +SKIP
+    """
+    if hasattr(like, "config") and hasattr(like.config, "save_pretrained"):
+        with tempfile.TemporaryDirectory() as plain:
+            like.config.architectures = like.config.architectures or [type(like).__name__]
+            like.config.save_pretrained(plain)
+            return write_folder(folder, open_folder(plain), _writes(packed))
+    if isinstance(like, str | Path):
+        return write_folder(folder, open_folder(like), _writes(packed))
+    raise SourceError(
+        f"a packed folder is like a {type(like).__name__}, expected a folder or a transformers model"
+    )
+
+
+def write_folder(target: str | Path, like: Folder, write: Callable[[Path], object]) -> Packed:
+    """A packed folder with the file that `write` puts where it is told, and all else of `like`."""
+    target = Path(target)
+    architecture = like.architecture
+    with atomic_folder(target) as made:
+        write(made / PACKED_FILE)
+        for carried in like.carried():
+            (made / carried).parent.mkdir(exist_ok=True)
+            shutil.copyfile(like.path / carried, made / carried)
+        stated = {"quant_method": METHOD, "version": __version__, "file": PACKED_FILE}
+        packed = load(made / PACKED_FILE)
+        config = _typed(like.config, packed) | {"quantization_config": stated}
+        (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        (made / CARD).write_text(card(target.name, architecture, packed.size()))
+    return load(target / PACKED_FILE)
+
+
+def _typed(config: dict[str, Any], packed: Packed) -> dict[str, Any]:
+    """The config with the weights' type, which transformers would else read off the packed file's bytes."""
+    if config.get("dtype") or config.get("torch_dtype"):
+        return config
+    sizes: Counter[str] = Counter()
+    for dtype, shape in packed.shapes().values():
+        if dtype.is_floating_point:
+            sizes[dtype_name(dtype)] += math.prod(shape)
+    return {**config, "dtype": sizes.most_common(1)[0][0]} if sizes else config
+
+
+def _writes(packed: Packed) -> Callable[[Path], None]:
+    return lambda path: write_packed(path, packed.items(), packed.aliases)

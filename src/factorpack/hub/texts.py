@@ -1,0 +1,100 @@
+"""Texts as tokens: batches to calibrate on, and how well a language model foretells them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from factorpack.calibrate import device_of, evaluating
+from factorpack.errors import SourceError
+from factorpack.progress import Progress
+
+TEXTS_AT_ONCE = 8
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """exp of the mean negative log-likelihood of a token, given those before it in its window."""
+
+    perplexity: float
+    nats: float
+    tokens: int
+    """Tokens that were foretold: all but the first of each window."""
+
+
+def windows(file: Path, tokenizer: Any, length: int) -> list[Tensor]:
+    """A text file as windows of `length` tokens without overlap, each (length,); the last may be shorter."""
+    if length < 2:
+        raise SourceError(f"windows of {length} tokens, expected 2 or more")
+    known = tokenizer(read_text(file), add_special_tokens=False, verbose=False)["input_ids"]
+    tokens = torch.tensor(known, dtype=torch.int64)
+    found = [window for window in tokens.split(length) if len(window) > 1]
+    if not found:
+        raise SourceError(f"{file} has {len(tokens)} tokens, expected at least 2")
+    return found
+
+
+def line_batches(file: Path, tokenizer: Any, length: int, samples: int) -> list[dict[str, Tensor]]:
+    """Batches to calibrate on: each line of a text file a text, padded, of `length` tokens at most."""
+    lines = [line for line in read_text(file).splitlines() if line.strip()]
+    if not lines:
+        raise SourceError(f"{file} has no line with a text in it")
+    taken = spread(lines, samples)
+    return [
+        dict(tokenizer(some, padding=True, truncation=True, max_length=length, return_tensors="pt"))
+        for some in (taken[start : start + TEXTS_AT_ONCE] for start in range(0, len(taken), TEXTS_AT_ONCE))
+    ]
+
+
+def token_batches(file: Path, tokenizer: Any, length: int, samples: int) -> list[dict[str, Tensor]]:
+    """Batches to calibrate on: `samples` whole windows of a text, spread evenly over it."""
+    found = windows(file, tokenizer, length)
+    taken = spread([window for window in found if len(window) == length] or found, samples)
+    return [
+        {"input_ids": torch.stack(taken[start : start + TEXTS_AT_ONCE])}
+        for start in range(0, len(taken), TEXTS_AT_ONCE)
+    ]
+
+
+def spread(items: list[Item], count: int) -> list[Item]:
+    """Some of many things, spread evenly over them; all where there are fewer."""
+    return items if len(items) <= count else [items[place * len(items) // count] for place in range(count)]
+
+
+def read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{file} cannot be read as a text: {error}") from error
+
+
+def perplexity(model: nn.Module, found: list[Tensor], progress: bool = True) -> Perplexity:
+    """How well a causal language model foretells windows of tokens."""
+    total, count = 0.0, 0
+    with (
+        Progress("reading", len(found), progress, "windows") as bar,
+        evaluating(model),
+        torch.inference_mode(),
+    ):
+        for window in found:
+            nats, tokens = _nats(model, window.to(device_of(model)))
+            total, count = total + nats, count + tokens
+            bar.advance(f"perplexity {exp(total / count):.3f}", 1)
+    return Perplexity(exp(total / count), total / count, count)
+
+
+def _nats(model: nn.Module, window: Tensor) -> tuple[float, int]:
+    logits = getattr(model(input_ids=window[None]), "logits", None)
+    if not isinstance(logits, Tensor) or logits.shape[:2] != (1, len(window)):
+        raise SourceError(
+            f"a {type(model).__name__} gives no logits of each token, and perplexity is about those"
+        )
+    lost = nn.functional.cross_entropy(logits[0, :-1].double(), window[1:], reduction="sum")
+    return float(lost), len(window) - 1
