@@ -24,6 +24,7 @@ SHARDS = (".safetensors", *PICKLED)
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = ("model.safetensors", "pytorch_model.bin")
+LARGEST_CONFIG = 1 << 24
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 HEADS = {"fc", "classifier", "head", "heads", "lm_head", "score"}
 """Parts of names that heads go by."""
@@ -158,14 +159,21 @@ def check_inside(folder: Path, path: Path) -> None:
 
 def _says_tied(config: Path) -> bool:
     """Whether a folder's config says that its model's head is its table of words."""
-    if not config.is_file():
-        return False
-    check_inside(config.parent, config)
+    return config.is_file() and read_config(config).get("tie_word_embeddings") is True
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The table in a model folder's config."""
+    check_inside(file.parent, file)
+    if file.stat().st_size > LARGEST_CONFIG:
+        raise SourceError(f"{file} has {file.stat().st_size} bytes, allowed are {LARGEST_CONFIG}")
     try:
-        document = json.loads(config.read_bytes())
+        config = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise SourceError(f"{config} is not JSON: {error}") from error
-    return isinstance(document, dict) and document.get("tie_word_embeddings") is True
+        raise SourceError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise SourceError(f"{file} holds a {type(config).__name__}, expected a table")
+    return config
 
 
 def _tied_once(source: Source) -> Source:

@@ -76,7 +76,13 @@ def test_links_of_a_hub_s_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("{", "not JSON"), ("[]", "expected a table"), ("[" * 100_000, "not JSON")]
+    ("text", "says"),
+    [
+        ("{", "not JSON"),
+        ("[]", "expected a table"),
+        ("[" * 100_000, "not JSON"),
+        (" " * (1 << 24) + "{}", "allowed are"),
+    ],
 )
 def test_a_config_that_is_none(tmp_path: Path, text: str, says: str) -> None:
     (made(tmp_path / "model") / "config.json").write_text(text)

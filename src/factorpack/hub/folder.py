@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from factorpack.errors import SourceError
-from factorpack.source import check_inside
+from factorpack.source import check_inside, read_config
 
 CONFIG, PACKED_FILE, CARD = "config.json", "model.packed.safetensors", "README.md"
 METHOD = "factorpack"
 """What a packed folder's config calls its quantization method."""
-LARGEST_CONFIG = 1 << 24
 _CARRIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".bpe", ".spm")
 """Endings of what goes along: tokenizers, generation and pooling settings, chat templates. Never code."""
 _WEIGHTS = (
@@ -86,13 +84,4 @@ def open_folder(path: str | Path) -> Folder:
     file = path / CONFIG
     if not file.is_file():
         raise SourceError(f"{path} is no model's folder: it has no {CONFIG}")
-    check_inside(path, file)
-    if file.stat().st_size > LARGEST_CONFIG:
-        raise SourceError(f"{file} has {file.stat().st_size} bytes, allowed are {LARGEST_CONFIG}")
-    try:
-        config = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{file} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise SourceError(f"{file} holds a {type(config).__name__}, expected a table")
-    return Folder(path, config)
+    return Folder(path, read_config(file))
