@@ -115,8 +115,8 @@ def compress(
     With --ratio or --bytes everything is chosen for you, and the file meets the budget: never over it, at
     most 1 % under. That needs no data and no model; with both (--model, --calibration) the same bytes keep
     far more accuracy. A Hugging Face folder has its model in it: --calibration takes a text file then, and
-    an output without an ending becomes a folder that opens with fp.from_pretrained, with tokenizer, config
-    and a model card. With a method instead, biases, norms and the first convolution stay raw and the
+    an output that does not end in .safetensors becomes a folder that opens with fp.from_pretrained, with
+    tokenizer, config and a model card. With a method instead, biases, norms and the first convolution stay raw and the
     classifier gets 4-bit codes.
 
     Examples:
@@ -172,7 +172,7 @@ def compress(
                 path, source, rules.method, layers=rules.layers, exclude=kept, progress=not as_json
             )
 
-    if is_model_folder(source) and not output.suffix:
+    if is_model_folder(source) and output.suffix != ".safetensors":
         packed = write_folder(output, open_folder(source), write)
     else:
         write(output)

@@ -132,8 +132,11 @@ def test_a_language_model_on_the_command_line(
 def test_a_folder_without_calibration_streams(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "compress", folder, "-o", tmp_path / "small", "--method", "scalar", "--json") == 0
-    assert (tmp_path / "small" / "README.md").is_file()
+    assert (
+        run(monkeypatch, "compress", folder, "-o", tmp_path / "small-v1.5", "--method", "scalar", "--json")
+        == 0
+    )
+    assert (tmp_path / "small-v1.5" / "README.md").is_file()
     assert run(monkeypatch, "compress", folder, "-o", tmp_path / "one.safetensors", "--method", "scalar") == 0
     assert fp.load(tmp_path / "one.safetensors").size().file_bytes == printed_bytes(capsys)
 

@@ -29,6 +29,7 @@ def test_a_matrix_and_anything_called_so_are_logits(output: Any) -> None:
     "output",
     [
         (None, MATRIX),
+        (torch.tensor(0.5), MATRIX),
         [MATRIX],
         {"ids": torch.ones(2, dtype=torch.int64), "b": MATRIX},
         {"token_embeddings": TEXTS, "sentence_embedding": MATRIX},

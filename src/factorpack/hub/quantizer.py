@@ -75,12 +75,6 @@ def register() -> None:
                 del model.config.transformers_weights
             return super().postprocess_model(model, **settings)
 
-        def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
-            return model
-
-        def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-            return model
-
         def is_serializable(self, *_: Any, **__: Any) -> bool:
             return True
 

@@ -54,7 +54,7 @@ def _named(output: Any) -> tuple[str, Tensor]:
             return name, value
     values = list(output.values()) if hasattr(output, "values") else output
     for value in values if isinstance(values, list | tuple) else []:
-        if isinstance(value, Tensor) and value.is_floating_point():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
             return "first", value
     raise SourceError(
         f"the model answers with a {type(output).__name__}, in which there is no tensor of floats"
