@@ -39,6 +39,7 @@ STUDIES = {
     "runtime": "benchmarks.studies.runtime",
     "kernels": "benchmarks.studies.kernels",
     "overhead": "benchmarks.studies.overhead",
+    "sentences": "benchmarks.studies.sentences",
 }
 """Study -> the module whose `run(**case)` returns its result."""
 

@@ -19,8 +19,9 @@ from benchmarks.tables_onnx import EXPORTED
 from benchmarks.tables_permute import PERMUTED
 from benchmarks.tables_planned import PLANNED
 from benchmarks.tables_runtime import RUNTIME
+from benchmarks.tables_sentences import SENTENCES
 
-PAGES = ("README.md", "docs/results.md", "docs/onnx.md")
+PAGES = ("README.md", "docs/results.md", "docs/onnx.md", "docs/hub.md")
 
 
 def main() -> None:
@@ -225,6 +226,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **EXPORTED,
     **RUNTIME,
     **KERNELS,
+    **SENTENCES,
 }
 
 if __name__ == "__main__":
