@@ -1,6 +1,7 @@
 # Two commands do everything on a machine with Python 3.11+ and make: `make demo` and `make test`.
 PYTHON ?= python3
 VENV ?= .venv
+WORKERS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
@@ -22,7 +23,7 @@ contracts: $(READY)
 	$(BIN)/lint-imports
 
 unit: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.run benchmarks/experiments/speed
