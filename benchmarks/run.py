@@ -40,6 +40,8 @@ STUDIES = {
     "kernels": "benchmarks.studies.kernels",
     "overhead": "benchmarks.studies.overhead",
     "sentences": "benchmarks.studies.sentences",
+    "scale": "benchmarks.studies.scale",
+    "need": "benchmarks.studies.need",
 }
 """Study -> the module whose `run(**case)` returns its result."""
 

@@ -19,6 +19,7 @@ from benchmarks.tables_onnx import EXPORTED
 from benchmarks.tables_permute import PERMUTED
 from benchmarks.tables_planned import PLANNED
 from benchmarks.tables_runtime import RUNTIME
+from benchmarks.tables_scale import SCALED
 from benchmarks.tables_sentences import SENTENCES
 
 PAGES = ("README.md", "docs/results.md", "docs/onnx.md", "docs/hub.md")
@@ -227,6 +228,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **RUNTIME,
     **KERNELS,
     **SENTENCES,
+    **SCALED,
 }
 
 if __name__ == "__main__":

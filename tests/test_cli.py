@@ -186,3 +186,16 @@ def test_the_installed_program_and_the_demo(tmp_path: Path) -> None:
     )
     assert nothing.returncode == 2
     assert nothing.stderr.startswith("error: there is no file")
+
+
+def test_workers_of_their_own_make_the_same_file(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone, spread = tmp_path / "alone.safetensors", tmp_path / "spread.safetensors"
+    assert run(monkeypatch, "compress", checkpoint, "-o", alone, "--tile", 64) == 0
+    options = ["--engine", "local", "--workers", 1]
+    assert run(monkeypatch, "compress", checkpoint, "-o", spread, "--tile", 64, *options) == 0
+    assert spread.read_bytes() == alone.read_bytes()
+    capsys.readouterr()
+    assert run(monkeypatch, "compress", checkpoint, "-o", spread, "--engine", "dask") == 2
+    assert "unknown engine 'dask', known are local, ray" in capsys.readouterr().err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,17 +23,18 @@ from factorpack.plan.embedding import embedding_moments
 from factorpack.plan.planner import HELD_SHARE, Work
 from factorpack.plan.pose import Posed, best_pose, curve, meet, pose
 from factorpack.plan.refine import Alone, refined
-from factorpack.plan.rules import Rules
-from factorpack.plan.search import Search
+from factorpack.plan.rules import Choice, Rules
+from factorpack.plan.search import Closing
 from factorpack.plan.sensitivity import information
 from factorpack.progress import Progress
 from factorpack.record import Encoded, LayerMoments
 from factorpack.solve.moments import has_moments
-from factorpack.source import weight_of
+from factorpack.source import Entry, weight_of
 
 AIM = 0.997
 """The share of a budget that is aimed at; between LEAST and 1 is good."""
 LEAST = 0.991
+CLOSING_TRIES = 16
 SENSITIVITY_SAMPLES = 256
 REFINEMENTS = 2
 """How often a plan is put right by measurement: the second time at the steps of the first."""
@@ -60,7 +61,7 @@ class Budgeter:
         """Tensors that are no weights, or that the caller decided on."""
         self.coded: list[str] = []
         for name, choice in Rules(Scalar(8), work.layers, work.exclude).plan(work.source).items():
-            if choice.note or isinstance(choice.method, Keep):
+            if is_fixed(choice):
                 groups = self.source.transposed_groups.get(name, 0)
                 encoded = choice.method.encode(self.source.entries[name].load(), groups)
                 self.fixed[name] = encoded.noted(choice.note)
@@ -180,7 +181,7 @@ class Budgeter:
         steps = allocate(curves, aim)
         planned = {name: curves[name].bytes_at(steps[name]) for name in self.coded}
         compressed = self._start()
-        closer, left = self._closer(planned), aim
+        closer, left = closer_of(planned, self._order()), aim
         done: dict[str, _Done] = {}
         with Progress("compressing", self._numel(), self.progress) as bar:
             for name in self._order():
@@ -252,30 +253,20 @@ class Budgeter:
         compressed: nn.Module | None,
         best: _Best,
     ) -> int:
-        """Changes one weight until the file is between LEAST and all of the budget; the last file's size.
-
-        By its step first. Bytes may fall in stairs as the step grows; then by the price of its bits.
-        """
-        search = Search(done[closer].encoded.numel)
-        for attempt in range(16):
+        """Changes one weight until the file is between LEAST and all of the budget; the last file's size."""
+        start = done[closer]
+        assert start.posed is not None
+        closing = Closing(start.encoded.numel, start.step, start.posed.rounding.price)
+        for _ in range(CLOSING_TRIES):
             tensors = self._tensors({name: each.encoded for name, each in done.items()}, compressed)
             size = file_bytes(tensors, self.source.aliases)
             best.offer(max_bytes, size, tensors)
             if LEAST * max_bytes <= size <= max_bytes:
                 break
-            last = done[closer]
-            assert last.posed is not None
-            own = coded_bytes(last.encoded)
-            step, posed = last.step, last.posed
-            if attempt < 8:
-                step = search.after(step, own, own + AIM * max_bytes - size)
-            else:
-                if attempt == 8:
-                    step, search = search.finest(step), Search(last.encoded.numel)
-                    search.known.append((max(posed.rounding.price, 0.01), own))
-                price = search.after(max(posed.rounding.price, 0.01), own, own + AIM * max_bytes - size)
-                posed = replace(posed, rounding=replace(posed.rounding, price=price))
-            self._replace(closer, step, posed, done, compressed)
+            own = coded_bytes(done[closer].encoded)
+            closing.after(own, own + AIM * max_bytes - size)
+            posed = replace(start.posed, rounding=replace(start.posed.rounding, price=closing.price))
+            self._replace(closer, closing.step, posed, done, compressed)
         return size
 
     def _replace(
@@ -295,7 +286,7 @@ class Budgeter:
         """The last resort of a budget barely above headers: the largest weights become zero."""
         coded = {name: each.encoded for name, each in done.items()}
         for name in sorted(coded, key=lambda one: -coded_bytes(coded[one])):
-            coded[name] = self._zero(name).noted("zero: the budget leaves no room for it")
+            coded[name] = zero_of(self.source.entries[name]).noted("zero: the budget leaves no room for it")
             tensors = self._tensors(coded, compressed)
             size = file_bytes(tensors, self.source.aliases)
             if size <= max_bytes:
@@ -315,18 +306,9 @@ class Budgeter:
 
     def _overhead(self, max_bytes: int) -> int:
         """What everything but codes takes; an error where a file without a single code would be too large."""
-        empty = {name: self._zero(name) for name in self.coded}
+        empty = {name: zero_of(self.source.entries[name]) for name in self.coded}
         least = file_bytes(self._tensors(empty, None), self.source.aliases)
-        if least > max_bytes:
-            raise PlanError(
-                f"{max_bytes} bytes cannot be met: with every weight zero the file would still have {least}, "
-                "for what is kept, headers and the reader's safety margin of a byte for 1,024 numbers"
-            )
-        return least - sum(-(-encoded.numel // EXPANSION) for encoded in empty.values())
-
-    def _zero(self, name: str) -> Encoded:
-        entry = self.source.entries[name]
-        return Encoded("constant", entry.shape, entry.dtype, {"value": torch.zeros(1, dtype=entry.dtype)})
+        return overhead_of(least, max_bytes, empty.values())
 
     def _moments_in_chunks(self) -> Iterator[tuple[list[str], dict[str, LayerMoments]]]:
         """Weights in execution order, with the original network's moments where they are used."""
@@ -365,14 +347,6 @@ class Budgeter:
         """What does not run or whose inputs are unknown, then execution order."""
         return [*(name for name in self.coded if name not in self.module_of), *self.module_of]
 
-    def _closer(self, planned: Mapping[str, float]) -> str:
-        """The last weight with a fair share of the bytes: changing it late disturbs least."""
-        enough = 0.04 * sum(planned.values())
-        return next(
-            (name for name in reversed(self._order()) if planned[name] >= enough),
-            max(planned, key=lambda n: planned[n]),
-        )
-
     def _numel(self) -> int:
         return sum(self.source.entries[name].numel for name in self.coded)
 
@@ -397,6 +371,33 @@ class _Best:
     def offer(self, max_bytes: int, size: int, tensors: dict[str, Encoded]) -> None:
         if self.size < size <= max_bytes:
             self.size, self.tensors = size, tensors
+
+
+def overhead_of(least: int, max_bytes: int, empty: Iterable[Encoded]) -> int:
+    """Of a file that has `least` bytes with every weight zero, what everything but codes takes."""
+    if least > max_bytes:
+        raise PlanError(
+            f"{max_bytes} bytes cannot be met: with every weight zero the file would still have {least}, "
+            "for what is kept, headers and the reader's safety margin of a byte for 1,024 numbers"
+        )
+    return least - sum(-(-encoded.numel // EXPANSION) for encoded in empty)
+
+
+def zero_of(entry: Entry) -> Encoded:
+    return Encoded("constant", entry.shape, entry.dtype, {"value": torch.zeros(1, dtype=entry.dtype)})
+
+
+def closer_of(planned: Mapping[str, float], order: Sequence[str]) -> str:
+    """The last weight with a fair share of the bytes: changing it late disturbs least."""
+    enough = 0.04 * sum(planned.values())
+    return next(
+        (name for name in reversed(order) if planned[name] >= enough), max(planned, key=lambda n: planned[n])
+    )
+
+
+def is_fixed(choice: Choice) -> bool:
+    """Whether a tensor is no weight, or the caller decided on it: a budget does not touch it."""
+    return bool(choice.note) or isinstance(choice.method, Keep)
 
 
 def _modules(model: nn.Module, calibration: Calibration | None, coded: Sequence[str]) -> dict[str, str]:

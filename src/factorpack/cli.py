@@ -16,6 +16,7 @@ import factorpack as fp
 from factorpack.bench import bench
 from factorpack.comparison.commands import compare
 from factorpack.demo import demo
+from factorpack.engine.options import EngineName, EngineWorkers, engine_of
 from factorpack.errors import FactorpackError, PlanError
 from factorpack.format.whole import write_packed
 from factorpack.hub.commands import compress_on_text, evaluate
@@ -108,6 +109,8 @@ def compress(
         list[str] | None,
         typer.Option(help="Keep tensors of this name raw: a glob, or a regular expression behind 're:'."),
     ] = None,
+    engine: EngineName = None,
+    workers: EngineWorkers = 0,
     as_json: Json = False,
 ) -> None:
     """Compress a checkpoint into one small, safe file.
@@ -118,6 +121,10 @@ def compress(
     an output that does not end in .safetensors becomes a folder that opens with fp.from_pretrained, with
     tokenizer, config and a model card. With a method instead, biases, norms and the first convolution stay raw and the
     classifier gets 4-bit codes.
+
+    With --engine each tensor is a task of its own, finished ones wait in OUTPUT.parts, and a method's file is
+    the one made without. A budget is then met from the weights alone: calibrated layers follow each other,
+    which only one process can do.
 
     Examples:
 
@@ -131,7 +138,10 @@ def compress(
         factorpack compress folder/ -o small.safetensors --method scalar --bits 4 --exclude 'lm_head.*'
 
         factorpack compress folder/ -o small-folder --ratio 8 --calibration sentences.txt
+
+        factorpack compress folder/ -o small.safetensors --method scalar --bits 4 --engine local --workers 8
     """
+    spread_over = engine_of(engine, workers)
     if output.resolve() == source.resolve():
         raise PlanError(f"{output} is the checkpoint itself: choose another file to write")
     settings = {
@@ -153,9 +163,25 @@ def compress(
     if any(value is not None for value in budget.values()):
         if method is not None or given or recipe is not None:
             raise PlanError("a budget chooses methods and settings itself: give one or the other")
+        if spread_over is not None and (model or calibration or curves or max_loss is not None):
+            raise PlanError(
+                "with --engine a budget is met from the weights alone, its curves kept beside the file while "
+                "it works: leave --model, --calibration, --curves and --max-loss out, or --engine"
+            )
 
         def write(path: Path) -> None:
             last = (kept, curves, not as_json)
+            if spread_over is not None:
+                fp.compress_to(
+                    path,
+                    source,
+                    ratio=ratio,
+                    max_bytes=max_bytes,
+                    exclude=kept,
+                    engine=spread_over,
+                    progress=not as_json,
+                )
+                return
             if model is None and calibration is not None and is_model_folder(source):
                 packed = compress_on_text(source, budget, calibration, samples, length, *last)
             else:
@@ -169,11 +195,17 @@ def compress(
 
         def write(path: Path) -> None:
             fp.compress_to(
-                path, source, rules.method, layers=rules.layers, exclude=kept, progress=not as_json
+                path,
+                source,
+                rules.method,
+                layers=rules.layers,
+                exclude=kept,
+                engine=spread_over,
+                progress=not as_json,
             )
 
     if is_model_folder(source) and output.suffix != ".safetensors":
-        packed = write_folder(output, open_folder(source), write)
+        packed = write_folder(output, open_folder(source), _aside(output, write) if spread_over else write)
     else:
         write(output)
         packed = fp.load(output)
@@ -272,6 +304,17 @@ def main() -> None:
             "error: " + "\n  ".join(lines)
         )
         sys.exit(2)
+
+
+def _aside(output: Path, write: Callable[[Path], None]) -> Callable[[Path], object]:
+    """Writes beside a folder that is being made, and puts it there: a killed run finds its parts again."""
+
+    def put(path: Path) -> None:
+        aside = output.with_name(f"{output.name}.packed.safetensors")
+        write(aside)
+        aside.replace(path)
+
+    return put
 
 
 def _rules(method: str | None, settings: dict[str, Any], recipe: Path | None) -> Rules:

@@ -1,4 +1,4 @@
-"""What can go wrong, in four words a caller can catch."""
+"""What can go wrong, in five words a caller can catch."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ class SourceError(FactorpackError):
 
 class FormatError(FactorpackError):
     """A packed file is damaged, hostile or from an unknown version."""
+
+
+class EngineError(FactorpackError):
+    """Work that was handed out did not come back: a worker died too often, or there is none."""
 
 
 @contextmanager

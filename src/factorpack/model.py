@@ -12,13 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from factorpack.budget import budget_bytes, compress_to_budget, compress_to_loss
+from factorpack.budget_parts import compress_to_budget_in_parts
 from factorpack.calibrate import Calibration, calibrate, evaluating, forward
 from factorpack.decode import decode
-from factorpack.errors import PlanError, SourceError, while_compressing
+from factorpack.engine import Engine
+from factorpack.errors import PlanError, SourceError
 from factorpack.format.container import Reader, write_plain
 from factorpack.format.whole import write_packed
 from factorpack.methods import QSPCA, Method, samples_of
 from factorpack.methods.protocol import wants_moments
+from factorpack.parts import compress_in_parts, encode
 from factorpack.plan.curves import Curve
 from factorpack.plan.planner import Planner, Work
 from factorpack.plan.rules import Choice, Rules
@@ -210,14 +213,39 @@ def compress_to(
     source: Checkpoint,
     method: Method | None = None,
     *,
+    ratio: float | None = None,
+    max_bytes: int | None = None,
     layers: Mapping[str, Method] | None = None,
     exclude: Sequence[str] = (),
+    planner: Planner | None = None,
+    engine: Engine | None = None,
     progress: bool = True,
 ) -> Packed:
-    """`compress` and `save` in one pass that never holds more than one tensor."""
+    """`compress` and `save` in one pass that, with a method or an engine, never holds more than one tensor.
+
+    With an `engine` of `factorpack.engine` many workers take a tensor each. The source must then be a path.
+    Finished tensors wait in the folder `path`.parts, where the same call goes on after it was killed. With a
+    method the file is the one made without an engine; into a budget, which is met from the weights alone, it
+    is the same for any number of workers.
+
+    >>> fp.compress_to("packed.safetensors", "folder/", fp.Scalar(4), engine=Local(8))  # doctest: +SKIP
+    """
     opened = open_source(source)
-    plan = Rules(method or DEFAULT_METHOD, layers or {}, exclude).plan(opened)
-    write_packed(path, _encode_all(opened, plan, progress), opened.aliases)
+    if ratio is None and max_bytes is None:
+        plan = Rules(method or DEFAULT_METHOD, layers or {}, exclude).plan(opened)
+        if engine is None:
+            write_packed(path, _encode_all(opened, plan, progress), opened.aliases)
+        else:
+            compress_in_parts(Path(path), source, plan, opened, engine, progress)
+    elif engine is None:
+        budget: dict[str, Any] = {"ratio": ratio, "max_bytes": max_bytes, "planner": planner}
+        save(compress(source, method, **budget, layers=layers, exclude=exclude, progress=progress), path)
+    else:
+        if method is not None or (ratio is not None and max_bytes is not None):
+            raise PlanError("give one of a method, ratio and max_bytes")
+        wanted = max_bytes if max_bytes is not None else budget_bytes(opened, ratio)
+        work = Work(opened, None, None, planner or Planner(), layers or {}, exclude, None, progress)
+        compress_to_budget_in_parts(Path(path), source, work, wanted, engine)
     return load(path)
 
 
@@ -257,7 +285,7 @@ def _encode_all(source: Source, plan: Mapping[str, Choice], progress: bool) -> I
     with Progress("compressing", _numel(source), progress) as bar:
         for name, choice in plan.items():
             bar.show(name)
-            yield name, _encode(name, source, choice)
+            yield name, encode(name, source, choice)
             bar.advance(name, source.entries[name].numel)
 
 
@@ -292,7 +320,7 @@ def _encode_calibrated(
                     if wanted[name]
                     else None
                 )
-                encoded = _encode(name, source, plan[name], sample)
+                encoded = encode(name, source, plan[name], sample)
                 if sequential and name in targets:
                     targets[name].data.copy_(decode(encoded))
                 yield name, encoded
@@ -312,12 +340,3 @@ def _sample(
 
 def _numel(source: Source) -> int:
     return sum(entry.numel for entry in source.entries.values())
-
-
-def _encode(
-    name: str, source: Source, choice: Choice, sample: LayerSample | LayerMoments | None = None
-) -> Encoded:
-    with while_compressing(name):
-        weight = source.entries[name].load()
-        encoded = choice.method.encode(weight, source.transposed_groups.get(name, 0), sample)
-    return encoded.noted(choice.note)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import math
@@ -25,6 +26,7 @@ _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = ("model.safetensors", "pytorch_model.bin")
 LARGEST_CONFIG = 1 << 24
+HEAD_BYTES = 1 << 20
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 HEADS = {"fc", "classifier", "head", "heads", "lm_head", "score"}
 """Parts of names that heads go by."""
@@ -38,6 +40,8 @@ class Entry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     load: Callable[[], Tensor]
+    file: Path | None = None
+    """The file it stands in, if it does."""
 
     @property
     def numel(self) -> int:
@@ -98,7 +102,15 @@ def natural(name: str) -> list[tuple[int, int, str]]:
     return [(1, int(word), "") if word.isdecimal() else (0, 0, word) for word in re.split(r"(\d+)", name)]
 
 
-def _from_state_dict(state: Mapping[str, Any]) -> Source:
+def file_mark(path: Path) -> str:
+    """Tells a file from what stood there before, without reading all of it: place, size, time and head."""
+    found = path.stat()
+    with path.open("rb") as file:
+        head = hashlib.sha256(file.read(HEAD_BYTES)).hexdigest()
+    return f"{path.resolve()} {found.st_size} {found.st_mtime_ns} {head}"
+
+
+def _from_state_dict(state: Mapping[str, Any], file: Path | None = None) -> Source:
     entries: dict[str, Entry] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[object, ...], str] = {}
@@ -111,7 +123,7 @@ def _from_state_dict(state: Mapping[str, Any]) -> Source:
         if first != name:
             aliases[name] = first
         else:
-            entries[name] = Entry(tuple(value.shape), value.dtype, _constant(value.detach()))
+            entries[name] = Entry(tuple(value.shape), value.dtype, _constant(value.detach()), file)
     return Source(entries, aliases)
 
 
@@ -133,7 +145,7 @@ def _open_path(path: Path) -> Source:
     if path.suffix == ".safetensors":
         return Source(dict(_safetensors_entries(path)))
     if path.suffix in PICKLED:
-        return _from_state_dict(_read_pickled(path))
+        return _from_state_dict(_read_pickled(path), path)
     allowed = ", ".join((*SHARDS, ".index.json"))
     raise SourceError(f"{path.name} ends in {path.suffix!r}, expected one of {allowed}, or a folder")
 
@@ -231,7 +243,8 @@ def _safetensors_entries(path: Path) -> Iterator[tuple[str, Entry]]:
                 kind = piece.get_dtype()
                 if kind not in _SAFETENSORS_DTYPES:
                     raise SourceError(f"tensor {name!r} of {path} has the unknown type {kind}")
-                yield name, Entry(tuple(piece.get_shape()), _SAFETENSORS_DTYPES[kind], _lazy(path, name))
+                shape, dtype = tuple(piece.get_shape()), _SAFETENSORS_DTYPES[kind]
+                yield name, Entry(shape, dtype, _lazy(path, name), path)
     except (SafetensorError, OSError) as error:
         raise SourceError(f"{path} is not a whole safetensors file: {error}") from error
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
 
+import factorpack as fp
+from factorpack.comparison.grid import Grid
+from factorpack.comparison.request import Request
+from factorpack.engine import Local, options
+from factorpack.errors import PlanError
+from factorpack.format.locked import locked
 from tests.tune.small_net import pictures
 from tests.tune.test_budget_command import MODEL, wide_net
 from tests.tune.test_commands import SIDE, failure, ok
@@ -63,11 +70,49 @@ def test_trained_with_one_schedule(checkpoint: Path, data: Path, tmp_path: Path)
     assert {point["trained"]["epochs"] for point in document["points"]} == {1}
 
 
+def test_workers_of_their_own_make_the_same_points(
+    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(options.ENGINES, "local", partial(Local, start="fork"))
+    measure = ["--calibration", data / "train", "--data", data]
+    found = {}
+    for name, more in (("alone", []), ("spread", ["--engine", "local", "--engine-workers", 2])):
+        ok(*arguments(checkpoint, tmp_path / name, *measure, *more))
+        document = json.loads((tmp_path / name / "compare.json").read_text())
+        for point in document["points"]:
+            point.pop("compress_s")
+        files = {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors")}
+        found[name] = (document, files)
+    assert found["alone"] == found["spread"]
+    assert found["alone"][1]
+    with monkeypatch.context() as patched:
+        patched.setattr(Grid, "_made", lambda *_: pytest.fail("a worker has made it"))
+        ok(*arguments(checkpoint, tmp_path / "spread", *measure))
+
+
+def test_one_task_a_method_and_one_a_planned_point(checkpoint: Path, tmp_path: Path) -> None:
+    request = Request(checkpoint, MODEL, tmp_path, ["lsq", "planned"], [4.0, 8.0])
+    tasks = [(task.name, task.arguments[0].ratios, task.size) for task in request.tasks()]
+    assert tasks == [("planned", [4.0], 1), ("planned", [8.0], 1), ("lsq", [4.0, 8.0], 2)]
+
+
+def test_two_comparisons_do_not_share_a_folder(checkpoint: Path, tmp_path: Path) -> None:
+    """The second would put its files under the first's points."""
+    folder = tmp_path / "comparison"
+    folder.mkdir()
+    with locked(folder / "compare.json"):
+        assert "is being written by another run" in failure(*arguments(checkpoint, folder))
+        with pytest.raises(PlanError, match="is being written by another run"):
+            fp.compare(wide_net(), [4.0], folder, methods=["scalar"], progress=False)
+    assert list(folder.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
         ("--ratios", "4,many", "expected numbers with commas"),
         ("--methods", "gzip", "unknown method 'gzip'"),
+        ("--engine", "dask", "unknown engine 'dask'"),
         ("--epochs", 2, "say where they are with --data"),
     ],
 )

@@ -6,7 +6,9 @@ from typing import BinaryIO
 
 import pytest
 
+from factorpack.format import atomic
 from factorpack.format.atomic import atomic_write
+from factorpack.format.locked import lock
 
 
 def test_the_file_appears_whole(tmp_path: Path):
@@ -61,3 +63,39 @@ def test_two_writers_do_not_meet(tmp_path: Path):
         assert path.read_bytes() == b"second"
         first.write(b"first")
     assert path.read_bytes() == b"first"
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path):
+    path = tmp_path / "file"
+    (tmp_path / ".file.0badcafe.tmp").write_bytes(b"ne")
+    (tmp_path / ".filed.0badcafe.tmp").write_bytes(b"of another file")
+    with atomic_write(path) as file:
+        file.write(b"new")
+    assert {each.name for each in tmp_path.iterdir()} == {"file", ".filed.0badcafe.tmp"}
+
+
+def test_without_locks_nothing_is_taken_for_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(atomic, "lock", lambda _: None)
+    (tmp_path / ".file.0badcafe.tmp").write_bytes(b"ne")
+    with atomic_write(tmp_path / "file") as file:
+        file.write(b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_sibling_taken_away_at_once_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As another writer does that takes it for abandoned, between its creation and its lock."""
+    names = []
+
+    def removed_first(handle: int) -> bool:
+        (sibling,) = tmp_path.iterdir()
+        names.append(sibling.name)
+        if len(names) == 1:
+            sibling.unlink()
+        return bool(lock(handle))
+
+    monkeypatch.setattr(atomic, "lock", removed_first)
+    with atomic_write(tmp_path / "file") as file:
+        file.write(b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert len(set(names)) == 2

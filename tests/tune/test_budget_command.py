@@ -122,6 +122,14 @@ WRONG = {
     ("--model", "a:b"): "serve a budget: give --ratio or --bytes",
     ("--ratio", 9, "--calibration", "/nowhere"): "say what makes it with --model",
     ("--ratio", 9, "--calibration", "/nowhere", "--model", MODEL): "there is no folder /nowhere",
+    (
+        "--ratio",
+        9,
+        "--engine",
+        "local",
+        "--model",
+        MODEL,
+    ): "with --engine a budget is met from the weights alone",
     ("--max-loss", 0.1): "expected a number above 0, a model, and calibration data",
 }
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 import factorpack as fp
 from factorpack.cli import app
+from factorpack.format.locked import locked
 from factorpack.methods.protocol import build as build_settings
 from factorpack.model import DEFAULT_METHOD
 from factorpack.plan.recipe import read_recipe
@@ -306,6 +307,9 @@ def test_what_finetune_refuses(tmp_path: Path, data: Path, packed: Path, plain: 
     assert "there is no folder" in failure(
         "finetune", packed, *reading(data), "-o", tmp_path / "missing" / "tuned.safetensors"
     )
+    assert "there is no folder" in failure(*common, "--checkpoint", tmp_path / "missing" / "state")
+    with locked(tmp_path / "tuned.safetensors.checkpoint"):  # another run's state would be mixed with its own
+        assert "is being written by another run" in failure(*common)
     recipe.write_text(RECIPE + "epoch = 3\n")
     message = failure("finetune", plain, *reading(data), *output, "--recipe", recipe)
     assert message.startswith("unknown setting 'epoch' for fine-tuning, known are epochs, learning_rate, ")

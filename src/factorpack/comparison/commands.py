@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -12,19 +12,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 from factorpack.comparison.figure import pareto, save_figure, title_of
-from factorpack.comparison.grid import Grid, Point
+from factorpack.comparison.grid import Point
 from factorpack.comparison.opponents import OPPONENTS, PLANNED
+from factorpack.comparison.request import Request
+from factorpack.engine.options import EngineName, engine_of
 from factorpack.errors import PlanError
 from factorpack.format.atomic import atomic_write
-from factorpack.plan.planner import Planner
-from factorpack.source import model_from
-from factorpack.tune.commands import BatchSize, ImageSize, Json, Model, Workers, device, weights_into
-from factorpack.tune.evaluate import evaluate
-from factorpack.tune.images import ImageFolder, image_folder, loader, unlabelled
-from factorpack.tune.schedule import Schedule
+from factorpack.tune.commands import BatchSize, ImageSize, Json, Model, Workers
 
 # A pipe has no width: 80 columns would cut the table.
 console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 180)
@@ -59,49 +55,41 @@ def compare(
     batch_size: BatchSize = 64,
     image_size: ImageSize = 224,
     workers: Workers = 2,
+    engine: EngineName = None,
+    engine_workers: Annotated[
+        int,
+        typer.Option(help="With --engine: points at once. Default: one a core.", show_default=False),
+    ] = 0,
     as_json: Json = False,
 ) -> None:
     """Compress a model with every method at the same sizes, and measure what each file is worth.
 
     Every method gets the settings that come closest to the weights within each size. The folder then holds the
     files, a JSON a point, compare.json, compare.md, and the figure as PNG and SVG. Interrupted, the same
-    command goes on from the points that are done.
+    command goes on from the points that are done. With --engine methods are compared side by side; the
+    seconds of a point then say little, because others run beside it.
 
     Example:
 
         factorpack compare resnet18.safetensors --model torchvision.models:resnet18
         --methods planned,qspca,lsq,vq --ratios 10,20,30 --calibration pictures/ --data imagenet
     """
-    net = weights_into(model_from(model), source).to(device()).eval()
-    batches = list(unlabelled(calibration, samples, image_size)) if calibration is not None else []
-    if epochs and data is None:
-        raise PlanError("--epochs trains on pictures: say where they are with --data")
-    pictures = (
-        loader(ImageFolder(image_folder(data, "val"), image_size), batch_size, workers) if data else None
-    )
-    train = None
-    if epochs and data is not None:
-        folder = ImageFolder(image_folder(data, "train"), image_size, augment=True)
-        train = loader(folder, batch_size, workers, shuffle=True)
-
-    def measured(candidate: nn.Module) -> Mapping[str, float]:
-        found = evaluate(candidate, pictures or [], progress=False)
-        return {"top1": found.top1, "top5": found.top5}
-
-    grid = Grid(
-        net,
-        _numbers(ratios),
+    request = Request(
+        source,
+        model,
         output,
         [name.strip() for name in methods.split(",")],
-        batches,
-        measured if pictures is not None else None,
-        train,
-        Schedule(epochs=max(epochs, 1), learning_rate=learning_rate),
-        Planner(samples=samples),
-        progress=not as_json,
+        _numbers(ratios),
+        calibration,
+        data,
+        epochs,
+        learning_rate,
+        samples,
+        batch_size,
+        image_size,
+        workers,
     )
-    points = grid.run()
-    original = measured(net) if pictures is not None else {}
+    points, original = request.run(engine_of(engine, engine_workers), progress=not as_json)
     document = {"original": original, "points": [asdict(point) for point in points]}
     _write(output / "compare.json", json.dumps(document, indent=1))
     _write(output / "compare.md", markdown(points))

@@ -20,6 +20,7 @@ from factorpack.comparison.search import Ladders
 from factorpack.decode import decode
 from factorpack.errors import PlanError
 from factorpack.format.atomic import atomic_write
+from factorpack.format.locked import locked
 from factorpack.format.streams import raw_bytes
 from factorpack.format.whole import file_bytes
 from factorpack.methods import Method, samples_of
@@ -74,9 +75,7 @@ class Grid:
 
     def run(self) -> list[Point]:
         """Every point, those of an earlier run from their files."""
-        names = chosen(self.methods)
-        for ratio in self.ratios:
-            budget_bytes(self._source, ratio)  # refuses what is no ratio before any work is done
+        names = self.check()
         points = []
         with Progress("comparing", len(names) * len(self.ratios), self.progress, "points") as bar:
             for name in names:
@@ -85,6 +84,12 @@ class Grid:
                     points.append(self._kept(name, ratio) or self._made(name, ratio))
                     bar.advance(name, 1)
         return points
+
+    def check(self) -> list[str]:
+        """The methods by name; what is no method or no ratio is refused before any work is done."""
+        for ratio in self.ratios:
+            budget_bytes(self._source, ratio)
+        return chosen(self.methods)
 
     @cached_property
     def _source(self) -> Any:
@@ -226,7 +231,11 @@ def compare(model: nn.Module, ratios: Sequence[float], folder: str | Path, **set
 
     >>> points = fp.compare(model, [10, 20, 30], "comparison", calibration=batches)  # doctest: +SKIP
     """
-    return Grid(model, ratios, Path(folder), **settings).run()
+    grid = Grid(model, ratios, Path(folder), **settings)
+    grid.check()
+    grid.folder.mkdir(parents=True, exist_ok=True)
+    with locked(grid.folder / "compare.json"):
+        return grid.run()
 
 
 def weight_error(source: Checkpoint, packed: Packed) -> float:

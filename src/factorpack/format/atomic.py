@@ -6,24 +6,67 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+from factorpack.format.locked import is_still, lock
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Opens a sibling file for writing and renames it to `path` once the block has ended well."""
-    sibling = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    """Opens a sibling file for writing and renames it to `path` once the block has ended well.
+
+    The sibling is locked while it is written. One that no process holds was a killed writer's, and the next
+    writer of the same file removes it.
+    """
+    _remove_abandoned(path)
+    sibling, handle = _begin(path)
     try:
-        with sibling.open("xb") as file:
+        with sibling.open("r+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(sibling, path)
-        _sync_folder(path.parent)
+        rename(sibling, path)
+    except OSError as error:  # a full disk does not say where it is
+        error.add_note(f"while writing {path}")
+        raise
     finally:
         sibling.unlink(missing_ok=True)
+        if handle is not None:
+            os.close(handle)
+
+
+def rename(whole: Path, path: Path) -> None:
+    """Gives a file that is whole and on disk its name."""
+    os.replace(whole, path)
+    _sync_folder(path.parent)
+
+
+def _begin(path: Path) -> tuple[Path, int | None]:
+    """An empty sibling, and the handle whose lock says that it is in use; None where there are no locks."""
+    while True:
+        sibling = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        handle = os.open(sibling, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        taken = lock(handle)
+        if taken is None:
+            os.close(handle)
+            return sibling, None
+        if taken and is_still(handle, sibling):
+            return sibling, handle
+        os.close(handle)  # another writer took it for abandoned just now
+
+
+def _remove_abandoned(path: Path) -> None:
+    for sibling in path.parent.iterdir():
+        if sibling.name.startswith(f".{path.name}.") and sibling.name.endswith(".tmp"):
+            with suppress(OSError):  # gone already, or another user's
+                handle = os.open(sibling, os.O_RDWR)
+                try:
+                    if lock(handle):
+                        sibling.unlink()
+                finally:
+                    os.close(handle)
 
 
 @contextmanager

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -67,6 +68,31 @@ def is_packed(path: str | Path) -> bool:
         return False
 
 
+def check_target(path: Path) -> None:
+    """Refuses a path that no file can be written to, before there is work to lose."""
+    if not path.parent.is_dir():
+        raise SourceError(f"there is no folder {path.parent} to write {path.name} into")
+    if path.is_dir():
+        raise SourceError(f"{path} is a folder, expected a file to write")
+    if not os.access(path.parent, os.W_OK):
+        raise SourceError(
+            f"{path.name} cannot be written: the folder {path.parent} is read-only, for this user at least"
+        )
+
+
+def head_bytes(rows: Sequence[TensorRow], aliases: Mapping[str, str]) -> bytes:
+    """What a packed file of these tensors begins with; their streams follow `in_file_order`."""
+    schemas.check_aliases({row.name for row in rows}, aliases)
+    metadata = schemas.dump(Schema(tuple(rows), aliases))
+    entries = [(name, "U8", (size,), size) for name, size in _entry_sizes(rows).items()]
+    return header_bytes(entries, {METADATA_KEY: metadata})
+
+
+def in_file_order(rows: Iterable[TensorRow]) -> list[TensorRow]:
+    """The large streams, then the small ones that share an entry."""
+    return sorted(rows, key=_is_small)
+
+
 class Writer:
     """Writes a packed file tensor by tensor, holding no more than one: `add`, then leave the block.
 
@@ -82,10 +108,7 @@ class Writer:
         self._small: list[bytes] = []
 
     def __enter__(self) -> Writer:
-        if not self._path.parent.is_dir():
-            raise SourceError(f"there is no folder {self._path.parent} to write {self._path.name} into")
-        if self._path.is_dir():
-            raise SourceError(f"{self._path} is a folder, expected a file to write")
+        check_target(self._path)
         # The header comes first and is known last, so the streams wait in a file that has no name.
         self._spool = tempfile.TemporaryFile(dir=self._path.parent)
         return self
@@ -96,7 +119,7 @@ class Writer:
         if name in self._names:
             raise SourceError(f"tensor {name!r} has been added already")
         try:
-            row, stream = _make_row(name, encoded)
+            row, stream = stored(name, encoded)
         except FormatError as error:
             error.add_note(f"while writing tensor {name!r}")
             raise
@@ -114,17 +137,16 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, OSError):  # a full disk does not say where it is
+            error.add_note(f"while writing {self._path}")
         with self._spool:
             if error is None:
                 self._finish()
 
     def _finish(self) -> None:
-        schemas.check_aliases(self._names, self._aliases)
         self._spool.write(b"".join(self._small))
-        metadata = schemas.dump(Schema(tuple(self._rows), self._aliases))
-        entries = [(name, "U8", (size,), size) for name, size in _entry_sizes(self._rows).items()]
         with atomic_write(self._path) as file:
-            file.write(header_bytes(entries, {METADATA_KEY: metadata}))
+            file.write(head_bytes(self._rows, self._aliases))
             self._spool.seek(0)
             shutil.copyfileobj(self._spool, file, 1 << 20)
 
@@ -183,6 +205,10 @@ class Reader(Mapping[str, Encoded]):
     def __len__(self) -> int:
         return len(self.rows)
 
+    def stream(self, name: str) -> NDArray[np.uint8]:
+        """A tensor's bytes as they are stored."""
+        return self._stream(self.rows[name])
+
     def _check_entries(self) -> None:
         expected = _entry_sizes(self.schema.tensors)
         if set(self._file.keys()) != set(expected):
@@ -204,7 +230,7 @@ class Reader(Mapping[str, Encoded]):
         return self._small[start : start + row.stored_bytes]
 
 
-def _make_row(name: str, encoded: Encoded) -> tuple[TensorRow, bytes]:
+def stored(name: str, encoded: Encoded) -> tuple[TensorRow, bytes]:
     """A tensor's row of the schema and its stream."""
     check(encoded.kind, encoded.shape, encoded.dtype, encoded.transposed_groups, specs(encoded))
     _check_numbers(encoded)

@@ -1,12 +1,14 @@
-"""A packed file in one go: written, or written only to be measured."""
+"""A packed file in one go: written, put together from others, or written only to be measured."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from factorpack.format.container import Writer
+from factorpack.format.atomic import atomic_write
+from factorpack.format.container import Reader, Writer, head_bytes, in_file_order
+from factorpack.format.schema import TensorRow
 from factorpack.record import Encoded
 
 
@@ -18,6 +20,23 @@ def write_packed(
             writer.add(name, encoded)
         for alias, target in aliases.items():
             writer.alias(alias, target)
+
+
+def assemble(path: Path, parts: Mapping[str, Path], aliases: Mapping[str, str]) -> None:
+    """Writes the packed file of tensors that stand in packed files of their own.
+
+    Streams are copied, one at a time: the bytes are those `write_packed` makes of the same tensors.
+    """
+    rows = [Reader(part).rows[name] for name, part in parts.items()]
+    with atomic_write(path) as file:
+        file.write(head_bytes(rows, aliases))
+        for row in in_file_order(rows):
+            file.write(Reader(parts[row.name]).stream(row.name).data)
+
+
+def bytes_of(rows: Sequence[TensorRow], aliases: Mapping[str, str]) -> int:
+    """Of the file that tensors stored so would make."""
+    return len(head_bytes(rows, aliases)) + sum(row.stored_bytes for row in rows)
 
 
 def file_bytes(tensors: Mapping[str, Encoded], aliases: Mapping[str, str]) -> int:

@@ -40,3 +40,28 @@ class Search:
             before, then = self.known[-1]
             slope = min((size - then) / log2(number / before), -0.05 * self.numel / 8)
         return max(-1.5, min(1.5, (wanted - size) / slope))
+
+
+class Closing:
+    """How the one weight is coded that makes up for what all others missed.
+
+    By its step first. Bytes may fall in stairs as the step grows; then by the price of its bits.
+    """
+
+    BY_STEP = 8
+
+    def __init__(self, numel: int, step: float, price: float) -> None:
+        self.step, self.price = step, price
+        self._numel, self._search, self._tries = numel, Search(numel), 0
+
+    def after(self, size: int, wanted: float) -> None:
+        """Moves on, now that the weight has taken `size` bytes and `wanted` are wanted of it."""
+        if self._tries < self.BY_STEP:
+            self.step = self._search.after(self.step, size, wanted)
+        else:
+            price = max(self.price, 0.01)
+            if self._tries == self.BY_STEP:
+                self.step, self._search = self._search.finest(self.step), Search(self._numel)
+                self._search.known.append((price, size))
+            self.price = self._search.after(price, size, wanted)
+        self._tries += 1

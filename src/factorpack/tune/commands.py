@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -14,7 +16,8 @@ from rich.console import Console
 from torch import nn
 
 from factorpack.errors import PlanError, SourceError
-from factorpack.format.container import is_packed
+from factorpack.format.container import check_target, is_packed
+from factorpack.format.locked import locked
 from factorpack.methods.protocol import build, samples_of
 from factorpack.model import DEFAULT_METHOD, Packed, compress, load, save
 from factorpack.plan.planner import Planner
@@ -148,6 +151,9 @@ def finetune(
         "target_ratio": target_ratio,
     }
     given = {key: value for key, value in options.items() if value is not None}
+    state = checkpoint or output.with_name(f"{output.name}.checkpoint")
+    for target in (output, state):
+        check_target(target)
     schedule: Schedule = build(Schedule, {**(stated.finetune if stated else {}), **given}, "fine-tuning")
     net = model_from(model).to(device())
     pictures = ImageFolder(image_folder(data, "train"), image_size, augment=True)
@@ -155,21 +161,22 @@ def finetune(
     original = weights_into(model_from(model), teacher).to(device()) if teacher is not None else None
     torch.manual_seed(schedule.seed)
     packed = _packed(source, stated, net, batches)
-    state = checkpoint or output.with_name(f"{output.name}.checkpoint")
-    tune(
-        packed,
-        net,
-        batches,
-        teacher=original,
-        schedule=schedule,
-        checkpoint=state,
-        checkpoint_every=checkpoint_every,
-        progress=not as_json,
-    )
-    if not is_main_process():
-        return
-    save(packed, output)
-    state.unlink(missing_ok=True)
+    speaks = os.environ.get("RANK", "0") == "0"  # of several processes of one run
+    with locked(state) if speaks else nullcontext():
+        tune(
+            packed,
+            net,
+            batches,
+            teacher=original,
+            schedule=schedule,
+            checkpoint=state,
+            checkpoint_every=checkpoint_every,
+            progress=not as_json,
+        )
+        if not is_main_process():
+            return
+        save(packed, output)
+        state.unlink(missing_ok=True)
     _tell(output, model, data, (batch_size, image_size, workers), as_json)
 
 

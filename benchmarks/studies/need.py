@@ -1,0 +1,47 @@
+"""What a worker needs: the peak of coding and writing one weight, in bytes a number, method by method."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from factorpack.engine import Local, Task
+from factorpack.format.whole import write_packed
+from factorpack.methods import METHODS, from_fields
+from factorpack.plan.planner import Planner
+from factorpack.plan.pose import best_pose, curve
+
+
+def run(rows: int, columns: int, methods: list[dict[str, Any]]) -> dict[str, Any]:
+    """Each in a worker of its own; the last is planning a weight for a budget."""
+    return {"rows": [_measured(fields, rows, columns) for fields in [*methods, {"method": "planned"}]]}
+
+
+def _measured(fields: dict[str, Any], rows: int, columns: int) -> dict[str, Any]:
+    # The larger statement runs first: an interpreter warmed by a small weight, then the one that counts.
+    tasks = [
+        Task("start", code, (fields, 256, 256), memory_bytes=1),
+        Task("weight", code, (fields, rows, columns)),
+    ]
+    start, weight = (outcome for outcome in Local(1).run(tasks))
+    above = (weight.peak_bytes - start.peak_bytes) / (rows * columns)
+    return {
+        "method": fields,
+        "start_bytes": start.peak_bytes,
+        "bytes_a_number": round(above, 1),
+        "cpu_s": round(weight.cpu_seconds, 2),
+    }
+
+
+def code(fields: dict[str, Any], rows: int, columns: int) -> None:
+    """A worker's task: a BF16 weight, coded and written, or planned."""
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).bfloat16()
+    if fields["method"] == "planned":
+        curve(best_pose(weight, 0, None, None, 3.0, Planner().rounding), 3.0)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        encoded = from_fields(METHODS, fields).encode(weight)
+        write_packed(Path(folder) / "part", [("weight", encoded)], {})

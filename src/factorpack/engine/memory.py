@@ -1,0 +1,34 @@
+"""How much memory tasks may take together."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_GROUP = Path("/sys/fs/cgroup")
+
+
+def free_bytes() -> int | None:
+    """Memory that is free here, within the container's limit where there is one; None if unknown."""
+    known = [count for count in (_free_of_machine(), _free_of_group()) if count is not None]
+    return min(known, default=None)
+
+
+def _free_of_machine() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+
+
+def _free_of_group() -> int | None:
+    try:
+        limit, used = ((_GROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return None if limit == "max" else max(int(limit) - int(used), 0)
+    except (OSError, ValueError):
+        return None

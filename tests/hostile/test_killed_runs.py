@@ -1,0 +1,22 @@
+"""A sample of what `python -m benchmarks.kill_runs` does at length."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_killed_commands_go_on_to_the_same_files(tmp_path: Path) -> None:
+    some = ["--kills", "6", "--commands", "compress", "finetune", "compare"]
+    command = [sys.executable, "-m", "benchmarks.kill_runs", *some, "--results", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.stdout, done.stderr
+    document = json.loads(done.stdout)
+    for name, count in document["result"].items():
+        assert count["kills"] >= 2, name
+        assert count["violations"] == [], name
+    assert done.returncode == 0
