@@ -5,7 +5,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types contracts unit bench fuzz clean
+.PHONY: demo test lint types contracts unit bench fuzz wheel wheel-twice clean
 
 demo: $(READY)
 	$(BIN)/factorpack demo
@@ -30,6 +30,14 @@ bench: $(READY)
 
 fuzz: $(READY)
 	$(BIN)/python -m benchmarks.fuzz_reader --files 100000
+	$(BIN)/python -m benchmarks.fuzz_recipes --cases 20000
+	$(BIN)/python -m benchmarks.fuzz_cli --cases 3000
+
+wheel: $(READY)
+	benchmarks/wheel.sh dist $(BIN)/python
+
+wheel-twice: $(READY)
+	benchmarks/wheel_twice.sh $(BIN)/python
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

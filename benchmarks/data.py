@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 import tarfile
@@ -34,7 +35,17 @@ def shared(name: str) -> Path:
 
 
 def checkpoint(model: str) -> Path:
-    return shared(f"models/{model}.safetensors")
+    """A model of ours, or `package:file`, a file in an installed package."""
+    return _in_package(*model.split(":")) if ":" in model else shared(f"models/{model}.safetensors")
+
+
+def _in_package(package: str, pattern: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    places = list(spec.submodule_search_locations or []) if spec is not None else []
+    found = sorted(file for place in places for file in Path(place).rglob(pattern))
+    if not found:
+        raise SourceError(f"there is no {pattern} in the package {package!r}: is it installed?")
+    return found[0]
 
 
 def pretrained(model: str) -> nn.Module:

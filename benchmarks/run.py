@@ -42,6 +42,7 @@ STUDIES = {
     "sentences": "benchmarks.studies.sentences",
     "scale": "benchmarks.studies.scale",
     "need": "benchmarks.studies.need",
+    "recipes": "benchmarks.studies.recipes",
 }
 """Study -> the module whose `run(**case)` returns its result."""
 

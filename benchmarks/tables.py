@@ -18,11 +18,12 @@ from benchmarks.tables_kernels import KERNELS
 from benchmarks.tables_onnx import EXPORTED
 from benchmarks.tables_permute import PERMUTED
 from benchmarks.tables_planned import PLANNED
+from benchmarks.tables_recipes import RECIPES
 from benchmarks.tables_runtime import RUNTIME
 from benchmarks.tables_scale import SCALED
 from benchmarks.tables_sentences import SENTENCES
 
-PAGES = ("README.md", "docs/results.md", "docs/onnx.md", "docs/hub.md")
+PAGES = ("README.md", "docs/results.md", "docs/onnx.md", "docs/hub.md", "docs/recipes.md")
 
 
 def main() -> None:
@@ -223,6 +224,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fewshot-mobilenet_v2": fewshot("mobilenet_v2"),
     **PLANNED,
     **PERMUTED,
+    **RECIPES,
     **COMPARED,
     **EXPORTED,
     **RUNTIME,

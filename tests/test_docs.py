@@ -8,11 +8,15 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import factorpack
+from factorpack.model import DEFAULT_METHOD
+from factorpack.plan.families import FAMILIES
+from factorpack.plan.recipe import KEYS, recipe_from
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,6 +39,17 @@ def test_the_method_that_docs_add_keeps_the_contract() -> None:
         + "\nencoded = Half().encode(torch.ones(3, 2))\nassert factorpack.decode(encoded).shape == (3, 2)\n"
     )
     subprocess.run([sys.executable, "-c", "import factorpack\n" + code], check=True)
+
+
+def test_the_recipe_that_docs_show_is_one() -> None:
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    block = re.search(r"```toml\n(.*?)```", text, re.DOTALL)
+    assert block is not None
+    shown = tomllib.loads(block[1])
+    assert set(shown) == set(KEYS), "the example has every key there is"
+    recipe_from(block[1], DEFAULT_METHOD, "docs/recipes.md")
+    for name in (*KEYS, *FAMILIES):
+        assert f"`{name}`" in text, f"docs/recipes.md does not say what {name} is"
 
 
 def test_the_tables_are_what_the_results_say() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import tempfile
 import time
 from dataclasses import asdict
@@ -12,12 +11,10 @@ from typing import Any
 import factorpack as fp
 from benchmarks.data import checkpoint
 from factorpack.budget import budget_bytes
-from factorpack.errors import SourceError
 from factorpack.source import open_source
 
 
 def run(checkpoints: list[str], ratios: list[float], with_curves: bool = False) -> dict[str, Any]:
-    """A checkpoint is a model of ours, or `package:file`, a file in an installed package."""
     found = {name: _kept(name, ratios) for name in checkpoints}
     outcome: dict[str, Any] = {"rows": [row for rows, _ in found.values() for row in rows]}
     if with_curves:
@@ -26,7 +23,7 @@ def run(checkpoints: list[str], ratios: list[float], with_curves: bool = False) 
 
 
 def _kept(name: str, ratios: list[float]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    path = _in_package(*name.split(":")) if ":" in name else checkpoint(name)
+    path = checkpoint(name)
     source = open_source(path)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -48,12 +45,3 @@ def _kept(name: str, ratios: list[float]) -> tuple[list[dict[str, Any]], dict[st
             )
             print(rows[-1], flush=True)
     return rows, {name: asdict(curve) for name, curve in packed.curves.items()}
-
-
-def _in_package(package: str, pattern: str) -> Path:
-    spec = importlib.util.find_spec(package)
-    places = list(spec.submodule_search_locations or []) if spec is not None else []
-    found = sorted(file for place in places for file in Path(place).rglob(pattern))
-    if not found:
-        raise SourceError(f"there is no {pattern} in the package {package!r}: is it installed?")
-    return found[0]

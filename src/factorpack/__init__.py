@@ -31,6 +31,7 @@ from factorpack.methods import (
 from factorpack.model import Packed, compress, compress_to, export, load, save
 from factorpack.onnx import export_onnx
 from factorpack.plan.planner import Planner
+from factorpack.preview import plan
 from factorpack.record import Encoded
 from factorpack.solve.projected import ProjectedGradient
 from factorpack.tune.finetune import Schedule, finetune
@@ -74,6 +75,7 @@ __all__ = [
     "finetune",
     "from_pretrained",
     "load",
+    "plan",
     "reconstruct",
     "register",
     "save",

@@ -160,7 +160,7 @@ class Budgeter:
 
     def run(self, max_bytes: int) -> tuple[dict[str, Encoded], dict[str, Curve]]:
         """The tensors of a file of at most `max_bytes`, and the curves they were planned on."""
-        overhead = self._overhead(max_bytes)
+        overhead = self.overhead(max_bytes)
         curves = self.curves(8 * (max_bytes - overhead) / self._numel())
         least = 1.01 * sum(one.bytes[-1] for one in curves.values())  # every code zero
         aim, best = AIM * max_bytes - overhead, _Best()
@@ -304,11 +304,14 @@ class Budgeter:
         small = small_leftovers(fixed, self.model, self.planner.fold_norms)
         return {name: coded[name] if name in coded else small[name] for name in self.source.entries}
 
-    def _overhead(self, max_bytes: int) -> int:
+    def empty(self) -> dict[str, Encoded]:
+        """The tensors of the smallest file there is: what is kept, and every weight zero."""
+        return self._tensors({name: zero_of(self.source.entries[name]) for name in self.coded}, None)
+
+    def overhead(self, max_bytes: int) -> int:
         """What everything but codes takes; an error where a file without a single code would be too large."""
-        empty = {name: zero_of(self.source.entries[name]) for name in self.coded}
-        least = file_bytes(self._tensors(empty, None), self.source.aliases)
-        return overhead_of(least, max_bytes, empty.values())
+        zeros = [zero_of(self.source.entries[name]) for name in self.coded]
+        return overhead_of(file_bytes(self.empty(), self.source.aliases), max_bytes, zeros)
 
     def _moments_in_chunks(self) -> Iterator[tuple[list[str], dict[str, LayerMoments]]]:
         """Weights in execution order, with the original network's moments where they are used."""

@@ -22,12 +22,11 @@ from factorpack.format.whole import write_packed
 from factorpack.hub.commands import compress_on_text, evaluate
 from factorpack.hub.folder import is_model_folder, open_folder
 from factorpack.hub.save import write_folder
-from factorpack.methods import METHODS, Method, from_fields
+from factorpack.methods import METHODS
 from factorpack.model import DEFAULT_METHOD
 from factorpack.onnx.commands import export
 from factorpack.page import report
-from factorpack.plan.recipe import read_recipe
-from factorpack.plan.rules import Rules
+from factorpack.preview.commands import asked_method, preview, recipes, say_recipe, with_choices_of
 from factorpack.report.tables import human_bytes, plain, printable, size_json, size_table
 from factorpack.report.verify import verify as verify_packed
 from factorpack.size import SizeReport
@@ -103,7 +102,11 @@ def compress(
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="keep: the float type to round to.")] = None,
     recipe: Annotated[
-        Path | None, typer.Option(help="A TOML file with a method for each group of layers.")
+        str | None,
+        typer.Option(
+            help="A TOML file with a method for each group of layers, a family's name (see `factorpack "
+            "recipes`), or 'none'. Default: the family's that the names of the tensors tell."
+        ),
     ] = None,
     exclude: Annotated[
         list[str] | None,
@@ -119,8 +122,9 @@ def compress(
     most 1 % under. That needs no data and no model; with both (--model, --calibration) the same bytes keep
     far more accuracy. A Hugging Face folder has its model in it: --calibration takes a text file then, and
     an output that does not end in .safetensors becomes a folder that opens with fp.from_pretrained, with
-    tokenizer, config and a model card. With a method instead, biases, norms and the first convolution stay raw and the
-    classifier gets 4-bit codes.
+    tokenizer, config and a model card. With neither budget nor method a recipe for the model's family is
+    followed, where its tensors' names tell one. With a method, biases, norms and the first convolution stay
+    raw and the classifier gets 4-bit codes. `factorpack plan` shows beforehand what would come of it.
 
     With --engine each tensor is a task of its own, finished ones wait in OUTPUT.parts, and a method's file is
     the one made without. A budget is then met from the weights alone: calibrated layers follow each other,
@@ -157,11 +161,14 @@ def compress(
         "dtype": dtype,
     }
     given = {key: value for key, value in settings.items() if value is not None}
+    # Calibration tells what matters, in this very model: no family's habits are needed then.
+    unasked = "none" if calibration is not None else None
+    recipe = say_recipe(source, method, given, recipe or unasked, quiet=as_json)
     started = time.perf_counter()
     budget = {"ratio": ratio, "max_bytes": max_bytes, "max_loss": max_loss}
     kept = exclude or []
     if any(value is not None for value in budget.values()):
-        if method is not None or given or recipe is not None:
+        if method is not None or given:
             raise PlanError("a budget chooses methods and settings itself: give one or the other")
         if spread_over is not None and (model or calibration or curves or max_loss is not None):
             raise PlanError(
@@ -170,7 +177,7 @@ def compress(
             )
 
         def write(path: Path) -> None:
-            last = (kept, curves, not as_json)
+            last = (kept, recipe, curves, not as_json)
             if spread_over is not None:
                 fp.compress_to(
                     path,
@@ -178,6 +185,7 @@ def compress(
                     ratio=ratio,
                     max_bytes=max_bytes,
                     exclude=kept,
+                    recipe=recipe,
                     engine=spread_over,
                     progress=not as_json,
                 )
@@ -190,16 +198,14 @@ def compress(
     else:
         if model is not None or calibration is not None or curves is not None:
             raise PlanError("--model, --calibration and --curves serve a budget: give --ratio or --bytes")
-        rules = _rules(method, given, recipe)
-        kept = [*rules.exclude, *kept]
 
         def write(path: Path) -> None:
             fp.compress_to(
                 path,
                 source,
-                rules.method,
-                layers=rules.layers,
+                asked_method(method, given),
                 exclude=kept,
+                recipe=recipe,
                 engine=spread_over,
                 progress=not as_json,
             )
@@ -212,7 +218,7 @@ def compress(
     seconds = time.perf_counter() - started
     report = packed.size()
     if as_json:
-        _print_json({"path": str(output), "seconds": seconds, **size_json(report)})
+        _print_json({"path": str(output), "seconds": seconds, "recipe": recipe, **size_json(report)})
     else:
         out.print(f"{output}: {_summary(report)}, in {seconds:.1f} s")
 
@@ -270,8 +276,12 @@ def verify(
         raise typer.Exit(1)
 
 
+plan = with_choices_of(compress)(preview)
+
 COMMANDS: dict[str, Callable[..., None]] = {
     "compress": compress,
+    "plan": plan,
+    "recipes": recipes,
     "inspect": inspect,
     "decode": decode,
     "export": export,
@@ -299,7 +309,7 @@ def main() -> None:
     try:
         app(prog_name="factorpack")
     except (FactorpackError, OSError) as error:
-        lines = [printable(text) for text in (str(error), *getattr(error, "__notes__", []))]
+        lines = [printable(text) for text in (_said(error), *getattr(error, "__notes__", []))]
         Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(
             "error: " + "\n  ".join(lines)
         )
@@ -317,23 +327,10 @@ def _aside(output: Path, write: Callable[[Path], None]) -> Callable[[Path], obje
     return put
 
 
-def _rules(method: str | None, settings: dict[str, Any], recipe: Path | None) -> Rules:
-    if recipe is not None:
-        if method is not None or settings:
-            raise PlanError("a recipe states methods and settings itself: give one or the other")
-        return read_recipe(recipe, DEFAULT_METHOD).rules
-    return Rules(_method(method, settings))
-
-
-def _method(name: str | None, settings: dict[str, Any]) -> Method:
-    if name is None and not settings:
-        return DEFAULT_METHOD
-    if name in (None, "qspca"):
-        usual = {"rank": DEFAULT_METHOD.rank, "latent_bits": DEFAULT_METHOD.latent_bits}
-        if "tile" in settings:
-            usual["rank"] = min(usual["rank"], settings["tile"])
-        return from_fields(METHODS, {"method": "qspca", **usual, **settings})
-    return from_fields(METHODS, {"method": name, **settings})
+def _said(error: Exception) -> str:
+    """What an error says. One from a process that reads pictures brings a traceback, whose last line says it."""
+    text = str(error)
+    return text.strip().splitlines()[-1].partition(": ")[2] if "Original Traceback" in text else text
 
 
 def _summary(report: SizeReport) -> str:

@@ -23,8 +23,9 @@ from factorpack.methods import QSPCA, Method, samples_of
 from factorpack.methods.protocol import wants_moments
 from factorpack.parts import compress_in_parts, encode
 from factorpack.plan.curves import Curve
+from factorpack.plan.families import asked
 from factorpack.plan.planner import Planner, Work
-from factorpack.plan.rules import Choice, Rules
+from factorpack.plan.rules import Choice
 from factorpack.progress import Progress
 from factorpack.record import DTYPES, Encoded, LayerMoments, LayerSample
 from factorpack.runtime.apply import Applied, Mode, apply
@@ -154,6 +155,7 @@ def compress(
     max_loss: float | None = None,
     layers: Mapping[str, Method] | None = None,
     exclude: Sequence[str] = (),
+    recipe: str | Path | None = None,
     calibration: Calibration | Iterable[Any] | None = None,
     sequential: bool = True,
     planner: Planner | None = None,
@@ -178,6 +180,10 @@ def compress(
     stay raw and the classifier gets 4-bit codes: plan/rules.py has the rules, and each tensor's `note` the
     one it met.
 
+    A `recipe` states all of this: a file, the name of a family ("resnet"; `factorpack recipes` lists them),
+    or "auto" for the family whose names the model has. The caller's own `layers` and `exclude` come before
+    it. A budget takes from it what is kept raw.
+
     >>> packed = compress(model, ratio=20, calibration=batches)  # doctest: +SKIP
     >>> packed = compress(model, QSPCA(rank=128, latent_bits=3, sparsity=0.2))  # doctest: +SKIP
     """
@@ -186,11 +192,13 @@ def compress(
         raise SourceError(f"calibration runs a model, and the source is a {type(source).__name__}")
     model = source if isinstance(source, nn.Module) else None
     budgets = [budget for budget in (ratio, max_bytes, max_loss) if budget is not None]
+    _, rules = asked(recipe, opened, method, layers or {}, exclude, DEFAULT_METHOD, bool(budgets))
     if budgets:
         if len(budgets) > 1 or method is not None:
             raise PlanError("give one of a method, ratio, max_bytes and max_loss")
         kept = Path(curves) if curves is not None else None
-        work = Work(opened, model, calibration, planner or Planner(), layers or {}, exclude, kept, progress)
+        planner = planner or Planner()
+        work = Work(opened, model, calibration, planner, rules.layers, rules.exclude, kept, progress)
         if max_loss is not None:
             tensors, measured = compress_to_loss(work, max_loss)
         else:
@@ -201,7 +209,7 @@ def compress(
         return packed
     if planner is not None or curves is not None:
         raise PlanError("a planner and its curves meet a budget: give a ratio, max_bytes or max_loss")
-    plan = Rules(method or DEFAULT_METHOD, layers or {}, exclude).plan(opened)
+    plan = rules.plan(opened)
     if model is None or calibration is None:
         return Packed(dict(_encode_all(opened, plan, progress)), opened.aliases)
     encoded = dict(_encode_calibrated(model, opened, plan, calibration, sequential, progress))
@@ -217,6 +225,7 @@ def compress_to(
     max_bytes: int | None = None,
     layers: Mapping[str, Method] | None = None,
     exclude: Sequence[str] = (),
+    recipe: str | Path | None = None,
     planner: Planner | None = None,
     engine: Engine | None = None,
     progress: bool = True,
@@ -231,21 +240,25 @@ def compress_to(
     >>> fp.compress_to("packed.safetensors", "folder/", fp.Scalar(4), engine=Local(8))  # doctest: +SKIP
     """
     opened = open_source(source)
-    if ratio is None and max_bytes is None:
-        plan = Rules(method or DEFAULT_METHOD, layers or {}, exclude).plan(opened)
+    budgets = [budget for budget in (ratio, max_bytes) if budget is not None]
+    _, rules = asked(recipe, opened, method, layers or {}, exclude, DEFAULT_METHOD, bool(budgets))
+    if not budgets:
+        plan = rules.plan(opened)
         if engine is None:
             write_packed(path, _encode_all(opened, plan, progress), opened.aliases)
         else:
             compress_in_parts(Path(path), source, plan, opened, engine, progress)
-    elif engine is None:
-        budget: dict[str, Any] = {"ratio": ratio, "max_bytes": max_bytes, "planner": planner}
-        save(compress(source, method, **budget, layers=layers, exclude=exclude, progress=progress), path)
+        return load(path)
+    if len(budgets) > 1 or method is not None:
+        raise PlanError("give one of a method, ratio and max_bytes")
+    wanted = max_bytes if max_bytes is not None else budget_bytes(opened, ratio)
+    settings = (planner or Planner(), rules.layers, rules.exclude, None, progress)
+    if engine is None:
+        model = source if isinstance(source, nn.Module) else None
+        tensors, _ = compress_to_budget(Work(opened, model, None, *settings), wanted)
+        write_packed(path, tensors.items(), opened.aliases)
     else:
-        if method is not None or (ratio is not None and max_bytes is not None):
-            raise PlanError("give one of a method, ratio and max_bytes")
-        wanted = max_bytes if max_bytes is not None else budget_bytes(opened, ratio)
-        work = Work(opened, None, None, planner or Planner(), layers or {}, exclude, None, progress)
-        compress_to_budget_in_parts(Path(path), source, work, wanted, engine)
+        compress_to_budget_in_parts(Path(path), source, Work(opened, None, None, *settings), wanted, engine)
     return load(path)
 
 

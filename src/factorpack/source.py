@@ -87,11 +87,13 @@ def model_from(reference: str) -> nn.Module:
         found = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
+        model = found() if callable(found) and not isinstance(found, nn.Module) else found
     except (ImportError, AttributeError) as error:
         raise SourceError(f"there is no {reference!r}: {error}") from error
+    except Exception as error:  # the caller's own code may raise anything
+        raise SourceError(f"{reference!r} makes no model: {type(error).__name__}: {error}") from error
     finally:
         sys.path.pop(0)
-    model = found() if callable(found) and not isinstance(found, nn.Module) else found
     if not isinstance(model, nn.Module):
         raise SourceError(f"{reference!r} gives a {type(model).__name__}, expected a torch module")
     return model

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from factorpack.decode import decode
 from factorpack.format.container import Reader
 from factorpack.format.streams import coded_bytes
+from factorpack.plan import pose as poses
 from factorpack.plan.pose import Posed, Rounding, best_pose, curve, middle_step, pose
 from factorpack.record import LayerMoments
 from factorpack.solve.moments import MomentsOf
@@ -76,7 +77,7 @@ def test_many_steps_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     posed = posed_matrix(sensitivity=1.0)
     steps = [0.1, 0.2, 0.4, 0.8]
     whole = posed.at(steps)
-    monkeypatch.setattr("factorpack.plan.pose.NUMBERS_AT_ONCE", 2 * posed.weight.numel())
+    monkeypatch.setattr(poses, "NUMBERS_AT_ONCE", 2 * posed.weight.numel())
     for (one, loss), (other, other_loss) in zip(posed.at(steps), whole, strict=True):
         assert torch.equal(decode(one), decode(other))
         assert loss == pytest.approx(other_loss)

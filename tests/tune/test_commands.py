@@ -317,7 +317,7 @@ def test_what_finetune_refuses(tmp_path: Path, data: Path, packed: Path, plain: 
     message = failure("finetune", plain, *reading(data), *output, "--recipe", recipe)
     assert message.startswith("learning_rate is 'fast', a str")
     recipe.write_text("finetune = 3\n")
-    assert "finetune is a table of settings" in failure(*common, "--recipe", recipe)
+    assert "finetune is 3, expected a table" in failure(*common, "--recipe", recipe)
     assert not (tmp_path / "tuned.safetensors").exists()
 
 

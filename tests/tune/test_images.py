@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from factorpack.errors import SourceError
-from factorpack.tune.images import MEAN, STD, ImageFolder, image_folder, loader
+from factorpack.errors import PlanError, SourceError
+from factorpack.tune.images import MEAN, STD, ImageFolder, image_folder, loader, unlabelled
 from tests.helpers import assert_close
 
 
@@ -217,3 +217,19 @@ def test_training_drops_the_last_batch_and_evaluation_does_not(tmp_path: Path) -
     assert (tuple(inputs.shape), labels.tolist()) == ((7, 3, 8, 8), [0] * 7)
     with pytest.raises(SourceError, match="7 pictures do not fill a batch of 8"):
         loader(folder, 8, 0, shuffle=True)
+
+
+def test_numbers_that_would_stop_the_machine_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "a" / "x.png")
+    for side in (0, -3, 10**6):
+        with pytest.raises(PlanError, match=f"the side of pictures is {side}, allowed are 1 to 4096"):
+            ImageFolder(tmp_path, side)
+        with pytest.raises(PlanError, match="the side of pictures"):
+            next(unlabelled(tmp_path, 1, side))
+    pictures = ImageFolder(tmp_path, 8)
+    for workers in (-1, 10**6):
+        with pytest.raises(PlanError, match=r"reading processes is .*, allowed are 0 to 64"):
+            loader(pictures, 1, workers)
+    with pytest.raises(PlanError, match="a batch of 0 pictures"):
+        loader(pictures, 0, 0)

@@ -20,6 +20,8 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     The sibling is locked while it is written. One that no process holds was a killed writer's, and the next
     writer of the same file removes it.
     """
+    if not path.name or path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder, expected a file to write")
     _remove_abandoned(path)
     sibling, handle = _begin(path)
     try:

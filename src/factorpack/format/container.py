@@ -315,9 +315,8 @@ def _is_small(row: TensorRow) -> bool:
     return row.stored_bytes < SMALL_BYTES
 
 
-def _entry_sizes(rows: Iterable[TensorRow]) -> dict[str, int]:
+def _entry_sizes(rows: Sequence[TensorRow]) -> dict[str, int]:
     """The container's entries in file order: the large streams, then one for all small ones."""
-    rows = list(rows)
     sizes = {row.name: row.stored_bytes for row in rows if not _is_small(row)}
     small = sum(row.stored_bytes for row in rows if _is_small(row))
     return {**sizes, SMALL: small} if small else sizes

@@ -30,6 +30,7 @@ def compress_on_text(
     samples: int,
     length: int,
     exclude: list[str],
+    recipe: str | None,
     curves: Path | None,
     progress: bool,
 ) -> Packed:
@@ -45,6 +46,7 @@ def compress_on_text(
     return compress(
         from_pretrained(source).to(device()),
         exclude=exclude,
+        recipe=recipe,
         calibration=batches,
         planner=Planner(samples=samples),
         curves=curves,

@@ -3,6 +3,7 @@
 1. A tensor that matches `exclude` is kept raw.
 2. A weight that matches a pattern of `layers` gets that pattern's method; the first match wins.
 3. What is no weight is kept: integers, vectors (biases, norms), empty tensors, a single output channel.
+   A depthwise convolution and the classifier get a method of their own where the caller names one.
 4. Unless the method is one of `SUIT_ANYTHING`: the first convolution is kept, a depthwise convolution gets
    8-bit codes, the classifier 4-bit codes, as in the paper.
 5. Unless the method's own paper does otherwise: TTQ and ABC-Net keep the classifier; VQ, BGD and PQF give it
@@ -60,6 +61,9 @@ class Rules:
     method: Method
     layers: Mapping[str, Method] = field(default_factory=dict)
     exclude: Sequence[str] = ()
+    depthwise: Method | None = None
+    """For depthwise convolutions, which are known by their shape and not by their names."""
+    classifier: Method | None = None
 
     def plan(self, source: Source) -> dict[str, Choice]:
         """A choice for every tensor, in the source's order."""
@@ -88,6 +92,10 @@ class Rules:
             return Choice(self.layers[matched], f"chosen by {matched!r}")
         if reason:
             return Choice(Keep(), reason)
+        if self.depthwise is not None and is_depthwise(entry):
+            return Choice(self.depthwise, "depthwise convolution")
+        if self.classifier is not None and is_classifier:
+            return Choice(self.classifier, "classifier")
         if isinstance(self.method, SUIT_ANYTHING):
             return Choice(self.method)
         if is_first:

@@ -188,6 +188,7 @@ def compress_into_budget(
     samples: int,
     image_size: int,
     exclude: list[str],
+    recipe: str | None,
     curves: Path | None,
     progress: bool,
 ) -> Packed:
@@ -206,6 +207,7 @@ def compress_into_budget(
     return compress(
         given,
         exclude=exclude,
+        recipe=recipe,
         calibration=batches,
         planner=Planner(samples=samples),
         curves=curves,

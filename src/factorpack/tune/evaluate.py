@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from factorpack.calibrate import device_of, evaluating
 from factorpack.errors import SourceError
@@ -32,7 +32,7 @@ def evaluate(model: nn.Module, batches: Iterable[Any], progress: bool = True) ->
     first, five, samples, started = 0, 0, 0, time.perf_counter()
     with evaluating(model), torch.inference_mode(), Progress("evaluating", total, progress, "batches") as bar:
         for inputs, labels in batches:
-            answers = model(inputs.to(device))
+            answers = _answers(model, inputs.to(device))
             ranked = answers.topk(min(5, answers.shape[1]), 1).indices
             hits = ranked == labels.to(device)[:, None]
             first += int(hits[:, 0].sum())
@@ -42,3 +42,11 @@ def evaluate(model: nn.Module, batches: Iterable[Any], progress: bool = True) ->
     if samples == 0:
         raise SourceError("there is nothing to evaluate on: no batches")
     return Accuracy(first / samples, five / samples, samples, samples / (time.perf_counter() - started))
+
+
+def _answers(model: nn.Module, inputs: Tensor) -> Tensor:
+    try:
+        answers: Tensor = model(inputs)
+    except RuntimeError as error:  # torch's word for inputs of a shape that a layer cannot take
+        raise SourceError(f"the model fails on inputs of shape {tuple(inputs.shape)}: {error}") from error
+    return answers

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from factorpack.errors import SourceError
+from factorpack.errors import PlanError, SourceError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+MOST_WORKERS, MOST_SIDE = 64, 4096
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -29,6 +30,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     """
 
     def __init__(self, folder: str | Path, side: int = 224, augment: bool = False) -> None:
+        _check("the side of pictures", side, 1, MOST_SIDE)
         self.folder, self.side, self.augment = Path(folder), side, augment
         self.classes = sorted(path.name for path in self.folder.iterdir() if path.is_dir())
         self.files = [
@@ -53,6 +55,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
 def unlabelled(folder: Path, samples: int, side: int = 224, batch_size: int = 32) -> Iterator[Tensor]:
     """Batches of up to `samples` pictures from anywhere below a folder, spread evenly over all there are."""
+    _check("the side of pictures", side, 1, MOST_SIDE)
     if not folder.is_dir():
         raise SourceError(f"there is no folder {folder}")
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
@@ -76,11 +79,19 @@ def image_folder(data: Path, split: str) -> Path:
 def loader(
     dataset: ImageFolder, batch_size: int, workers: int, shuffle: bool = False
 ) -> DataLoader[tuple[Tensor, Tensor]]:
+    _check("the number of reading processes", workers, 0, MOST_WORKERS)
+    if batch_size < 1:
+        raise PlanError(f"a batch of {batch_size} pictures, expected at least one")
     options: dict[str, Any] = {"batch_size": batch_size, "num_workers": workers, "shuffle": shuffle}
     if shuffle and len(dataset) < batch_size:
         raise SourceError(f"{len(dataset)} pictures do not fill a batch of {batch_size}")
     pictures: Dataset[Any] = dataset  # the loader makes tensors of the labels
     return DataLoader(pictures, drop_last=shuffle, pin_memory=torch.cuda.is_available(), **options)
+
+
+def _check(what: str, found: int, least: int, most: int) -> None:
+    if not least <= found <= most:
+        raise PlanError(f"{what} is {found}, allowed are {least} to {most}")
 
 
 def _normalized(picture: Image) -> Tensor:
