@@ -26,20 +26,20 @@ out = Console(highlight=False)
 if not out.is_terminal:
     out = Console(highlight=False, width=160)
 
-NOT_CHOICES = (
-    "output",
-    "max_loss",
-    "model",
-    "calibration",
-    "samples",
-    "length",
-    "image_size",
-    "curves",
-    "engine",
-    "workers",
+SETTINGS = (
+    "rank",
+    "latent_bits",
+    "sparsity",
+    "codebook_bits",
+    "tile",
+    "latent_scales",
+    "center",
+    "bits",
+    "clip",
+    "dtype",
 )
-"""What `compress` can be told that a plan cannot be made from."""
-NOT_SETTINGS = ("ratio", "max_bytes", "method", "recipe", "exclude")
+CHOICES = ("source", "ratio", "max_bytes", "method", *SETTINGS, "recipe", "exclude", "as_json")
+"""What `compress` can be told that decides what a file will be, but for a model and data."""
 
 
 def preview(
@@ -61,7 +61,7 @@ def preview(
 
         factorpack plan model.pt --method scalar --bits 4 --json
     """
-    settings = {key: value for key, value in choices.items() if key not in NOT_SETTINGS and value is not None}
+    settings = {key: choices[key] for key in SETTINGS if choices[key] is not None}
     method, recipe = choices["method"], choices["recipe"]
     ratio, max_bytes = choices["ratio"], choices["max_bytes"]
     if (ratio is not None or max_bytes is not None) and (method is not None or settings):
@@ -139,7 +139,7 @@ def with_choices_of(command: Callable[..., None]) -> Callable[[Callable[..., Non
     def give(other: Callable[..., None]) -> Callable[..., None]:
         theirs, own = inspect.signature(command).parameters, inspect.signature(other).parameters
         hints = get_type_hints(other, include_extras=True) | get_type_hints(command, include_extras=True)
-        kept = {key: each for key, each in theirs.items() if key not in NOT_CHOICES}
+        kept = {key: theirs[key] for key in CHOICES}
         added = {key: each for key, each in own.items() if each.kind is not inspect.Parameter.VAR_KEYWORD}
         taken = [each.replace(annotation=hints[key]) for key, each in (kept | added).items()]
         taken.sort(key=lambda each: each.default is not inspect.Parameter.empty)  # what must be given, first
