@@ -511,3 +511,14 @@ def test_divergence_is_none_of_the_model_itself_and_that_of_another_by_hand() ->
         wanted, found = (net(inputs).double().log_softmax(1) for net in (model, other))
     expected = float(nn.functional.kl_div(found, wanted, log_target=True, reduction="batchmean"))
     assert divergence(model, rough, {}, held) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_budget_beyond_what_codes_can_use() -> None:
+    """A thousand times what there is: the finest codes there are, not steps that vanish."""
+    state = {"a.weight": seeded(8, 27), "b.weight": seeded(10, 8, seed=1)}
+    packed = fp.compress(state, max_bytes=1_000_000, progress=False)
+    for name, weight in state.items():
+        assert relative_error(fp.decode(packed[name]), weight) < 1e-3
+    planned = fp.plan(state, max_bytes=1_000_000)
+    assert planned.budget_bytes == 1_000_000
+    assert all(line.bytes <= line.source_bytes / 2 for line in planned.tensors)  # 16 bits of 32

@@ -27,6 +27,7 @@ from factorpack.plan.rules import Choice, Rules
 from factorpack.plan.search import Closing
 from factorpack.plan.sensitivity import information
 from factorpack.progress import Progress
+from factorpack.quantize.uniform import MAX_STORED_BITS
 from factorpack.record import Encoded, LayerMoments
 from factorpack.solve.moments import has_moments
 from factorpack.source import Entry, weight_of
@@ -161,7 +162,7 @@ class Budgeter:
     def run(self, max_bytes: int) -> tuple[dict[str, Encoded], dict[str, Curve]]:
         """The tensors of a file of at most `max_bytes`, and the curves they were planned on."""
         overhead = self.overhead(max_bytes)
-        curves = self.curves(8 * (max_bytes - overhead) / self._numel())
+        curves = self.curves(self.bits(max_bytes - overhead))
         least = 1.01 * sum(one.bytes[-1] for one in curves.values())  # every code zero
         aim, best = AIM * max_bytes - overhead, _Best()
         for _ in range(3):
@@ -303,6 +304,10 @@ class Budgeter:
                     fixed[name] = Keep().encode(state[name]).noted(encoded.note)
         small = small_leftovers(fixed, self.model, self.planner.fold_norms)
         return {name: coded[name] if name in coded else small[name] for name in self.source.entries}
+
+    def bits(self, left: int) -> float:
+        """Bits a weight that so many bytes allow; more than a code may have are of no use."""
+        return min(8 * left / self._numel(), MAX_STORED_BITS)
 
     def empty(self) -> dict[str, Encoded]:
         """The tensors of the smallest file there is: what is kept, and every weight zero."""

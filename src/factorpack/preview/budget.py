@@ -15,6 +15,7 @@ from factorpack.plan.planner import Planner, Work
 from factorpack.plan.pose import best_pose, curve
 from factorpack.plan.rules import Rules
 from factorpack.preview.sample import of_a_few, sample_of
+from factorpack.quantize.uniform import MAX_STORED_BITS
 from factorpack.record import Encoded
 from factorpack.source import Source
 
@@ -47,13 +48,15 @@ def planned(source: Source, rules: Rules, planner: Planner, max_bytes: int) -> P
     budgeter = Budgeter(work, None)
     overhead = budgeter.overhead(max_bytes)
     empty = budgeter.empty()
-    numel = sum(source.entries[name].numel for name in budgeter.coded)
-    bits = 8 * (max_bytes - overhead) / numel
-    curves, seconds = _curves(source, budgeter.coded, bits, planner)
+    curves, seconds = _curves(source, budgeter.coded, budgeter.bits(max_bytes - overhead), planner)
     least = 1.01 * sum(one.bytes[-1] for one in curves.values())
     steps = allocate(curves, max(AIM * max_bytes - overhead, least))
     weights = {
-        name: Share(one.bytes_at(steps[name]), one.tile, WHOLE_RUN * seconds[name])
+        name: Share(
+            min(one.bytes_at(steps[name]), one.numel * MAX_STORED_BITS / 8),
+            one.tile,
+            WHOLE_RUN * seconds[name],
+        )
         for name, one in curves.items()
     }
     return Planned(weights, empty, file_bytes(empty, source.aliases), planner)
