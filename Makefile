@@ -5,7 +5,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types contracts unit bench fuzz wheel wheel-twice clean
+.PHONY: demo test lint types contracts unit docs bench fuzz wheel wheel-twice clean
 
 demo: $(READY)
 	$(BIN)/factorpack demo
@@ -24,6 +24,10 @@ contracts: $(READY)
 
 unit: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.run benchmarks/experiments/speed
@@ -45,4 +49,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

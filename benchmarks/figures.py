@@ -1,4 +1,4 @@
-"""Draws the figures of docs/results.md from benchmarks/results: python -m benchmarks.figures"""
+"""Draws the figures of the documents, most of them from benchmarks/results: python -m benchmarks.figures"""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import torch
 
 from benchmarks.tables import near
 from benchmarks.tables_common import ROOT, result
 from benchmarks.tables_compare import MODELS, points_of
+from factorpack import QSPCA
 from factorpack.comparison.figure import pareto as pareto_of_all
+from factorpack.tiles import to_tiles
 
 FIGURES = ROOT / "docs" / "figures"
 INK, BLUE, ORANGE, GREY = "#222222", "#1f6fb4", "#d9731a", "#8a8a8a"
@@ -37,6 +40,7 @@ def main() -> None:
     _save(compared("", "ImageNet top-1, %, 2,000 images", (-2, 76)), "compared")
     _save(compared("-cifar", "CIFAR-10 top-1, %, 10,000 images", (60, 92)), "compared-trained")
     _save(curves(), "curves")
+    _save(representation(), "representation")
 
 
 def pareto() -> plt.Figure:
@@ -224,6 +228,43 @@ def curves() -> plt.Figure:
     axes.set_title(
         "ResNet18 from its weights alone, first layer dark to last layer light", loc="left", fontsize=10
     )
+    return figure
+
+
+def representation() -> plt.Figure:
+    """Kernels of a small layer, cut into tiles, and what QSPCA makes of them: the codes are its own."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = torch.linalg.qr(torch.randn(9, 4, generator=generator))[0] * torch.tensor([4.0, 2.5, 1.5, 0.7])
+    weight = (torch.randn(4, 6, 4, generator=generator) @ shapes.T).view(4, 6, 3, 3)
+    encoded = QSPCA(rank=4, latent_bits=3, sparsity=0.2, tile=9, center=False).encode(weight)
+    codebook, latent = encoded.parts["codebook"], encoded.parts["latent"]
+    pictures = {
+        "W: 4 filters of 6 kernels": weight.permute(0, 2, 1, 3).reshape(12, 18),
+        "tiles, a column each": to_tiles(weight, 9),
+        "C, 4-bit codes": codebook,
+        "Z, 3-bit codes, zeros white": latent,
+    }
+    widths = [picture.shape[1] for picture in pictures.values()]
+    figure, panes = plt.subplots(1, 4, figsize=(10.4, 2.3), width_ratios=widths)
+    for axes, sign, (title, picture) in zip(
+        panes, ("", "\u2192", "\u2248", "\u00d7"), pictures.items(), strict=True
+    ):
+        most = float(picture.abs().max())
+        axes.imshow(picture, cmap="RdBu", vmin=-most, vmax=most)
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set_visible(False)
+        axes.set_title(title, fontsize=8)
+        axes.text(-0.04, 0.5, sign, transform=axes.transAxes, ha="right", va="center", fontsize=14)
+    for place in range(1, 6):
+        panes[0].axvline(3 * place - 0.5, color="white", lw=1.5)
+    for place in range(1, 4):
+        panes[0].axhline(3 * place - 0.5, color="white", lw=1.5)
+    tile = {"fill": False, "ec": INK, "lw": 1.8, "clip_on": False, "zorder": 3}
+    panes[0].add_patch(plt.Rectangle((5.5, -0.5), 3, 3, **tile))
+    panes[1].add_patch(plt.Rectangle((1.5, -0.5), 1, 9, **tile))
+    panes[3].add_patch(plt.Rectangle((1.5, -0.5), 1, 4, **tile))
+    panes[2].set_xlabel("d = 9 by k = 4", fontsize=8)
+    panes[3].set_xlabel("k = 4 by n = 24", fontsize=8)
     return figure
 
 

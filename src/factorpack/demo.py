@@ -85,16 +85,16 @@ def digits() -> tuple[Split, Split]:
     return (images[train], labels[train]), (images[test], labels[test])
 
 
-def train_net(train: Split, quiet: bool) -> nn.Sequential:
+def train_net(train: Split, quiet: bool = False, epochs: int = EPOCHS) -> nn.Sequential:
     images, labels = train
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = net()
     generator = torch.Generator().manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     console = Console(stderr=True)
-    steps = track(range(EPOCHS), "training", console=console, disable=quiet or not console.is_terminal)
+    steps = track(range(epochs), "training", console=console, disable=quiet or not console.is_terminal)
     for _ in steps:
         for batch in torch.randperm(len(labels), generator=generator).split(BATCH):
             optimizer.zero_grad()

@@ -32,6 +32,7 @@ class Planner:
     sequential: bool = True
     """Each layer sees what the layers compressed before it produce, and makes up for them."""
     basis: bool = True
+    """Latents in a basis over tiles, where that pays; without it the numbers themselves are rounded."""
     equal_slope: bool = True
     """Steps from each layer's sensitivity; without it one step for all, relative to each weight's spread."""
     refine: bool = True
@@ -41,9 +42,11 @@ class Planner:
     correct_spread: bool = True
     """Variances of outputs put right in the norms after them, where means are."""
     fold_norms: bool = True
+    """Batch norms as two FP16 numbers a channel; without it they are kept, and can be trained."""
     price: float = 0.08
     """What a bit is worth, in squared steps: less than theory's ln 2 / 6, chosen on training images."""
     damping: float = 0.1
+    """Added to the diagonal of the inputs' second moments, as a share of its mean."""
     trellis: int = 0
     """States, 4 or 8, of a trellis along which codes are chosen where that pays: smaller files, slower work."""
 

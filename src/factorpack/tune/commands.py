@@ -87,7 +87,7 @@ def finetune(
     data: Data,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.", show_default=False)],
     recipe: Annotated[
-        Path | None, typer.Option(help="A TOML file with methods, and settings under [finetune].")
+        Path | None, typer.Option(help="A TOML file with methods, and settings under \\[finetune].")
     ] = None,
     teacher: Annotated[
         Path | None, typer.Option(help="The original checkpoint: learn its answers and not only the labels.")
