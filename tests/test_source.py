@@ -104,7 +104,15 @@ class TestFolders:
         assert_holds(open_source(tmp_path))
         assert_holds(open_source(next(tmp_path.glob("*.index.json"))))
 
-    @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+    def test_shards_as_diffusers_names_them(self, tmp_path: Path) -> None:
+        self.save(tmp_path, "safetensors", self.halves("safetensors"))
+        plain = tmp_path / "model.safetensors.index.json"
+        plain.rename(tmp_path / f"diffusion_pytorch_{plain.name}")
+        assert_holds(open_source(tmp_path))
+
+    @pytest.mark.parametrize(
+        "name", ["model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin"]
+    )
     def test_in_one_piece(self, tmp_path: Path, name: str) -> None:
         (save_file if name.endswith("safetensors") else torch.save)(STATE, tmp_path / name)
         assert_holds(open_source(tmp_path))

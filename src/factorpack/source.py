@@ -23,8 +23,13 @@ from factorpack.format.container import METADATA_KEY, SAFETENSORS_TYPES
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 SHARDS = (".safetensors", *PICKLED)
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_SINGLES = ("model.safetensors", "pytorch_model.bin")
+_INDEXES = (
+    "model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+)
+_SINGLES = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
+"""What transformers and diffusers call the weights in their folders."""
 LARGEST_CONFIG = 1 << 24
 HEAD_BYTES = 1 << 20
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
