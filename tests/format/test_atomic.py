@@ -7,7 +7,7 @@ from typing import BinaryIO
 import pytest
 
 from factorpack.format import atomic
-from factorpack.format.atomic import atomic_write
+from factorpack.format.atomic import atomic_folder, atomic_write
 from factorpack.format.locked import lock
 
 
@@ -99,3 +99,18 @@ def test_a_sibling_taken_away_at_once_is_begun_again(tmp_path: Path, monkeypatch
         file.write(b"new")
     assert (tmp_path / "file").read_bytes() == b"new"
     assert len(set(names)) == 2
+
+
+def test_a_folder_that_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path):
+    left = tmp_path / ".packed.0123abcd.tmp"
+    left.mkdir()
+    (left / "half").write_bytes(b"x")
+    with atomic_folder(tmp_path / "packed") as made:
+        (made / "whole").write_bytes(b"y")
+        assert not left.exists()
+        with atomic_folder(tmp_path / "packed") as other:  # a writer that is at work is left alone
+            (other / "whole").write_bytes(b"z")
+            assert made.is_dir()
+        (tmp_path / "packed" / "whole").unlink()
+    assert [each.name for each in tmp_path.iterdir()] == ["packed"]
+    assert (tmp_path / "packed" / "whole").read_bytes() == b"y"

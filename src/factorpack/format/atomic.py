@@ -63,22 +63,30 @@ def _remove_abandoned(path: Path) -> None:
     for sibling in path.parent.iterdir():
         if sibling.name.startswith(f".{path.name}.") and sibling.name.endswith(".tmp"):
             with suppress(OSError):  # gone already, or another user's
-                handle = os.open(sibling, os.O_RDWR)
+                is_folder = sibling.is_dir()
+                handle = os.open(sibling, os.O_RDONLY if is_folder else os.O_RDWR)
                 try:
                     if lock(handle):
-                        sibling.unlink()
+                        shutil.rmtree(sibling) if is_folder else sibling.unlink()
                 finally:
                     os.close(handle)
 
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """An empty sibling folder to fill, renamed to `path` once the block has ended well; nothing of it otherwise."""
+    """An empty sibling folder to fill, renamed to `path` once the block has ended well; nothing of it otherwise.
+
+    As a file's sibling it is locked meanwhile, and one that a killed writer left is removed by the next.
+    """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(f"{path} is there already: name another folder, or remove it")
+    _remove_abandoned(path)
     sibling = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     sibling.mkdir()
+    handle = os.open(sibling, os.O_RDONLY) if hasattr(os, "O_DIRECTORY") else None
     try:
+        if handle is not None:
+            lock(handle)
         yield sibling
         for each in sibling.rglob("*"):
             if each.is_file():
@@ -90,6 +98,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         _sync_folder(path.parent)
     finally:
         shutil.rmtree(sibling, ignore_errors=True)
+        if handle is not None:
+            os.close(handle)
 
 
 def _sync_folder(folder: Path) -> None:
