@@ -162,6 +162,11 @@ def test_the_source_is_never_overwritten(
     assert checkpoint.read_bytes() == before
 
 
+def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"factorpack {fp.__version__}\n"
+
+
 @pytest.mark.parametrize("command", list(cli.COMMANDS))
 def test_help_teaches(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -299,10 +299,25 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Makes trained PyTorch models many times smaller, in one safe file.",
 )
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        print(f"factorpack {fp.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and end.", callback=_say_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Makes trained PyTorch models many times smaller, in one safe file."""
 
 
 def main() -> None:
