@@ -101,6 +101,16 @@ def click(driver: Chrome, element: WebElement) -> None:
     element.click()
 
 
+def hover(driver: Chrome, element: WebElement) -> None:
+    """Points at an element until its tip is there: one that comes while the page still scrolls is hidden again."""
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+    for _ in range(50):
+        ActionChains(driver).move_to_element_with_offset(element, 1, 1).move_to_element(element).perform()
+        if find(driver, "#tip")[0].is_displayed():
+            return
+    raise AssertionError("no tip is shown")
+
+
 class TestTable:
     def test_the_largest_come_first(self, shown: Chrome) -> None:
         place, head = heading(shown, "bytes")
@@ -187,7 +197,7 @@ class TestTreemap:
 
     def test_pointer_and_keys_show_the_same(self, shown: Chrome) -> None:
         tiles = find(shown, ".tile")
-        ActionChains(shown).move_to_element(tiles[0]).perform()
+        hover(shown, tiles[0])
         tip = find(shown, "#tip")[0]
         assert tip.is_displayed()
         by_pointer = tip.text
@@ -220,8 +230,7 @@ class TestCharts:
         dot = next(
             dot for dot in find(shown, ".dot") if dot.get_attribute("aria-label").startswith("blocks.1")
         )
-        shown.execute_script("arguments[0].scrollIntoView({block: 'center'})", dot)
-        ActionChains(shown).move_to_element(dot).perform()
+        hover(shown, dot)
         assert find(shown, "#tip b")[0].text == "blocks.1.weight"
         ActionChains(shown).click().perform()
         assert find(shown, "#layer h3")[0].text == "blocks.1.weight"
@@ -231,8 +240,7 @@ class TestCharts:
         mark = next(
             mark for mark in find(shown, ".mark") if mark.get_attribute("aria-label").endswith("planned at 2")
         )
-        shown.execute_script("arguments[0].scrollIntoView({block: 'center'})", mark)
-        ActionChains(shown).move_to_element(mark).perform()
+        hover(shown, mark)
         tip = find(shown, "#tip")[0].text
         assert all(words in tip for words in ("planned", "70.00 %", "20,000", "5.00"))
         count = len(find(shown, ".mark"))
