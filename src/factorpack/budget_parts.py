@@ -8,7 +8,7 @@ not spent by the next, and the bytes are not quite those of `Budgeter`, within t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from factorpack.plan.curves import Curve, allocate, load_curves, save_curves
 from factorpack.plan.planner import Work
 from factorpack.plan.pose import NUMBERS_AT_ONCE, OCTAVES, Rounding, best_pose, curve, meet, pose
 from factorpack.plan.rules import Choice, Rules
-from factorpack.plan.search import Closing
+from factorpack.plan.search import Best, Closing
 
 PLANNED_BYTES = 56
 """What a number takes while it is planned or coded, at one step."""
@@ -104,7 +104,7 @@ class _Spread:
         numel = sum(self.source.entries[name].numel for name in self.coded)
         curves = self._curves(8 * (max_bytes - overhead) / numel)
         least = 1.01 * sum(one.bytes[-1] for one in curves.values())  # every code zero
-        aim, best = AIM * max_bytes - overhead, _Best()
+        aim, best = AIM * max_bytes - overhead, Best[Path]()
         for _ in range(3):
             size = self._pass(curves, max(aim, least), max_bytes, best)
             if best.size >= LEAST * max_bytes:
@@ -113,7 +113,7 @@ class _Spread:
             aim *= max(AIM * max_bytes - overhead, 1.0) / max(size - overhead, 1.0)
         if not best.size:
             self._empty(max_bytes, best)
-        return {name: best.files[name] for name in self.source.entries}
+        return {name: best.found[name] for name in self.source.entries}
 
     def _make_fixed(self) -> None:
         tasks = []
@@ -139,7 +139,7 @@ class _Spread:
         found = {name: _curve_of(file, name) for name, file in files.items()}
         return {name: one for name, one in found.items() if one is not None}
 
-    def _pass(self, curves: Mapping[str, Curve], aim: float, max_bytes: int, best: _Best) -> int:
+    def _pass(self, curves: Mapping[str, Curve], aim: float, max_bytes: int, best: Best[Path]) -> int:
         """Every weight at the bytes planned for it; then one of them is changed until all together fit."""
         steps = allocate(curves, aim)
         planned = {name: curves[name].bytes_at(steps[name]) for name in self.coded}
@@ -182,7 +182,7 @@ class _Spread:
         for name in names:
             self.rows[name] = Reader(self.files[name]).rows[name]
 
-    def _empty(self, max_bytes: int, best: _Best) -> None:
+    def _empty(self, max_bytes: int, best: Best[Path]) -> None:
         """The last resort of a budget barely above headers: the largest weights become zero."""
         for name in sorted(self.coded, key=lambda one: -self.rows[one].stored_bytes):
             zero = zero_of(self.source.entries[name]).noted("zero: the budget leaves no room for it")
@@ -204,18 +204,6 @@ class _Spread:
         # Several steps are tried at once where the weight is small.
         at_once = min(max(numel, NUMBERS_AT_ONCE), (len(OCTAVES) + 1) * numel)
         return Task(name, function, arguments, BASE_BYTES + PLANNED_BYTES * at_once, numel)
-
-
-@dataclass(slots=True)
-class _Best:
-    """The largest file found within the budget."""
-
-    size: int = 0
-    files: dict[str, Path] = field(default_factory=dict)
-
-    def offer(self, max_bytes: int, size: int, files: Mapping[str, Path]) -> None:
-        if self.size < size <= max_bytes:
-            self.size, self.files = size, dict(files)
 
 
 def make_fixed(weight: Weight, choice: Choice, part: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from factorpack.plan.planner import HELD_SHARE, Work
 from factorpack.plan.pose import Posed, best_pose, curve, meet, pose
 from factorpack.plan.refine import Alone, refined
 from factorpack.plan.rules import Choice, Rules
-from factorpack.plan.search import Closing
+from factorpack.plan.search import Best, Closing
 from factorpack.plan.sensitivity import information
 from factorpack.progress import Progress
 from factorpack.quantize.uniform import MAX_STORED_BITS
@@ -164,7 +164,7 @@ class Budgeter:
         overhead = self.overhead(max_bytes)
         curves = self.curves(self.bits(max_bytes - overhead))
         least = 1.01 * sum(one.bytes[-1] for one in curves.values())  # every code zero
-        aim, best = AIM * max_bytes - overhead, _Best()
+        aim, best = AIM * max_bytes - overhead, Best[Encoded]()
         for _ in range(3):
             size, done, compressed = self._pass(curves, max(aim, least), max_bytes, best)
             if best.size >= LEAST * max_bytes:
@@ -173,10 +173,10 @@ class Budgeter:
             aim *= max(AIM * max_bytes - overhead, 1.0) / max(size - overhead, 1.0)
         if not best.size:
             best.offer(max_bytes, *self._emptied(max_bytes, done, compressed))
-        return best.tensors, curves
+        return dict(best.found), curves
 
     def _pass(
-        self, curves: Mapping[str, Curve], aim: float, max_bytes: int, best: _Best
+        self, curves: Mapping[str, Curve], aim: float, max_bytes: int, best: Best[Encoded]
     ) -> tuple[int, dict[str, _Done], nn.Module | None]:
         """Every weight in execution order, spending what is left; then the gap that remains is closed."""
         steps = allocate(curves, aim)
@@ -252,7 +252,7 @@ class Budgeter:
         done: dict[str, _Done],
         closer: str,
         compressed: nn.Module | None,
-        best: _Best,
+        best: Best[Encoded],
     ) -> int:
         """Changes one weight until the file is between LEAST and all of the budget; the last file's size."""
         start = done[closer]
@@ -367,18 +367,6 @@ class _Done:
     step: float
     posed: Posed | None
     moments: LayerMoments | None
-
-
-@dataclass(slots=True)
-class _Best:
-    """The largest file found within the budget."""
-
-    size: int = 0
-    tensors: dict[str, Encoded] = field(default_factory=dict)
-
-    def offer(self, max_bytes: int, size: int, tensors: dict[str, Encoded]) -> None:
-        if self.size < size <= max_bytes:
-            self.size, self.tensors = size, tensors
 
 
 def overhead_of(least: int, max_bytes: int, empty: Iterable[Encoded]) -> int:

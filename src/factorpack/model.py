@@ -239,26 +239,25 @@ def compress_to(
 
     >>> fp.compress_to("packed.safetensors", "folder/", fp.Scalar(4), engine=Local(8))  # doctest: +SKIP
     """
-    opened = open_source(source)
     budgets = [budget for budget in (ratio, max_bytes) if budget is not None]
-    _, rules = asked(recipe, opened, method, layers or {}, exclude, DEFAULT_METHOD, bool(budgets))
-    if not budgets:
-        plan = rules.plan(opened)
-        if engine is None:
-            write_packed(path, _encode_all(opened, plan, progress), opened.aliases)
-        else:
-            compress_in_parts(Path(path), source, plan, opened, engine, progress)
+    if budgets and engine is None:
+        budget: dict[str, Any] = {"ratio": ratio, "max_bytes": max_bytes, "planner": planner}
+        rest: dict[str, Any] = {"layers": layers, "exclude": exclude, "recipe": recipe, "progress": progress}
+        save(compress(source, method, **budget, **rest), path)
         return load(path)
-    if len(budgets) > 1 or method is not None:
-        raise PlanError("give one of a method, ratio and max_bytes")
-    wanted = max_bytes if max_bytes is not None else budget_bytes(opened, ratio)
-    settings = (planner or Planner(), rules.layers, rules.exclude, None, progress)
+    opened = open_source(source)
+    _, rules = asked(recipe, opened, method, layers or {}, exclude, DEFAULT_METHOD, bool(budgets))
     if engine is None:
-        model = source if isinstance(source, nn.Module) else None
-        tensors, _ = compress_to_budget(Work(opened, model, None, *settings), wanted)
-        write_packed(path, tensors.items(), opened.aliases)
+        write_packed(path, _encode_all(opened, rules.plan(opened), progress), opened.aliases)
+    elif not budgets:
+        compress_in_parts(Path(path), source, rules.plan(opened), opened, engine, progress)
     else:
-        compress_to_budget_in_parts(Path(path), source, Work(opened, None, None, *settings), wanted, engine)
+        if len(budgets) > 1 or method is not None:
+            raise PlanError("give one of a method, ratio and max_bytes")
+        wanted = max_bytes if max_bytes is not None else budget_bytes(opened, ratio)
+        settings = (planner or Planner(), rules.layers, rules.exclude)
+        work = Work(opened, None, None, *settings, progress=progress)
+        compress_to_budget_in_parts(Path(path), source, work, wanted, engine)
     return load(path)
 
 

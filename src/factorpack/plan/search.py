@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import log2, sqrt
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 
 class Search:
@@ -65,3 +70,15 @@ class Closing:
                 self._search.known.append((price, size))
             self.price = self._search.after(price, size, wanted)
         self._tries += 1
+
+
+@dataclass(slots=True)
+class Best(Generic[T]):
+    """The largest file found within a budget: its bytes, and what it is made of by name."""
+
+    size: int = 0
+    found: Mapping[str, T] = field(default_factory=dict)
+
+    def offer(self, max_bytes: int, size: int, made_of: Mapping[str, T]) -> None:
+        if self.size < size <= max_bytes:
+            self.size, self.found = size, dict(made_of)

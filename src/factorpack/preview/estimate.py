@@ -182,8 +182,8 @@ def _encoded_in_part(name: str, source: Source, choice: Choice) -> _Estimate:
     row = stored(name, encoded)[0]
     seconds = sample.whole_seconds(time.perf_counter() - started)
     parts = {
-        part: replace(stored, stored_bytes=round(stored.stored_bytes * sample.part_growth(encoded, part)))
-        for part, stored in row.parts.items()
+        part: replace(kept, stored_bytes=round(kept.stored_bytes * sample.part_growth(encoded, part)))
+        for part, kept in row.parts.items()
     }
     factor = COMPRESS_FACTOR.get(choice.method.name, USUAL_FACTOR)
     grown = replace(row, parts=parts, filler_bytes=round(row.filler_bytes * sample.growth))
