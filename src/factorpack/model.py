@@ -17,6 +17,7 @@ from factorpack.calibrate import Calibration, calibrate, evaluating, forward
 from factorpack.decode import decode
 from factorpack.engine import Engine
 from factorpack.errors import PlanError, SourceError
+from factorpack.format.ahead import read_ahead
 from factorpack.format.container import Reader, write_plain
 from factorpack.format.whole import write_packed
 from factorpack.methods import QSPCA, Method, samples_of
@@ -88,7 +89,7 @@ class Packed(Mapping[str, Encoded]):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Plain weights under the names they came with; tied tensors are one tensor again."""
-        state = {name: decode(encoded) for name, encoded in self.items()}
+        state = {name: decode(encoded) for name, encoded in self._in_order()}
         return state | {alias: state[target] for alias, target in self.aliases.items()}
 
     def load_into(self, model: nn.Module) -> nn.Module:
@@ -111,7 +112,11 @@ class Packed(Mapping[str, Encoded]):
         """
         self._check_fits(model)
         run = None if example is None else partial(_run_once, model, example)
-        return apply(model, self, self.aliases, mode, run, slack)
+        return apply(model, self._in_order(), self.aliases, mode, run, slack)
+
+    def _in_order(self) -> Iterable[tuple[str, Encoded]]:
+        """`items`, for a caller who takes them all: a file's are decoded ahead, by torch's threads' number."""
+        return self.items() if self._reader is None else read_ahead(self._reader, torch.get_num_threads())
 
     def _check_fits(self, model: nn.Module) -> None:
         targets = model.state_dict(keep_vars=True)

@@ -1,4 +1,4 @@
-"""The file format a second time: slow, plain Python, no numpy, torch, safetensors or constriction.
+"""The file format a second time: slow, plain Python, no numpy, torch, safetensors, constriction or pcodec.
 
 Written from the format's description and not from the package's code, so that the two can disagree.
 """
@@ -43,20 +43,79 @@ class Message:
         return symbol
 
 
+class Bits:
+    """Numbers of any width from the bytes read as one little-endian number."""
+
+    def __init__(self, data: bytes) -> None:
+        self.number = int.from_bytes(data, "little")
+        self.at = 0
+
+    def take(self, width: int) -> int:
+        found = self.number >> self.at & ((1 << width) - 1)
+        self.at += width
+        return found
+
+    def next_byte(self) -> None:
+        self.at = (self.at + 7) // 8 * 8
+
+
+def chunk_decode(data: bytes, count: int, width: int) -> list[int]:
+    """One chunk: numbers of `width` bits by bins, whose indices four interleaved table-driven coders give."""
+    bits = Bits(data)
+    assert bits.take(8) == 0
+    log = bits.take(4)
+    size = 1 << log
+    bins = [
+        (bits.take(log) + 1, bits.take(width), bits.take(width.bit_length())) for _ in range(bits.take(15))
+    ]
+    bits.next_byte()
+    stride = 3 * size // 5 | 1
+    owner = [0] * size
+    for place, number in enumerate(n for n, (weight, _, _) in enumerate(bins) for _ in range(weight)):
+        owner[place * stride % size] = number
+    met = [weight for weight, _, _ in bins]
+    steps = []
+    for number in owner:
+        more = log + 1 - met[number].bit_length()
+        steps.append((number, more, (met[number] << more) - size))
+        met[number] += 1
+    states = [bits.take(log) for _ in range(4)]
+    bits.next_byte()
+    found: list[int] = []
+    for first in range(0, count, 256):
+        batch = []
+        for i in range(min(256, count - first)):
+            number, more, base = steps[states[i % 4]]
+            batch.append(number)
+            states[i % 4] = base + bits.take(more)
+        found += [bins[number][1] + bits.take(bins[number][2]) for number in batch]
+    bits.next_byte()
+    assert bits.at == 8 * len(data)
+    return found
+
+
 def ans_decode(data: bytes, rows: int, columns: int) -> list[list[int]]:
-    """An entropy-coded matrix: header, tables, message."""
+    """An entropy-coded matrix: header, tables, message, chunks."""
     flags = data[0]
-    total_bits, is_wide, is_split = flags & 31, flags >> 5 & 1, flags >> 6
+    total_bits, is_wide, is_split = flags & 31, flags >> 5 & 1, flags >> 6 & 1
     low, size, row_classes, column_classes = struct.unpack_from("<hHBB" if is_wide else "<bBBB", data, 1)
     at = 7 if is_wide else 5
     split = int.from_bytes(data[at : at + 4], "little") if is_split else 0
     at += 4 * is_split
     models = row_classes + column_classes + 1
+    lengths = {}
+    if flags >> 7:
+        named = int.from_bytes(data[at : at + 8], "little")
+        at += 8
+        for model in (each for each in range(models) if named >> each & 1):
+            lengths[model] = int.from_bytes(data[at : at + 4], "little")
+            at += 4
+    chunks_at = len(data) - sum(lengths.values())
     width = size.bit_length()
     end = at + (models * width + 7) // 8
     sizes = [value + 1 for value in unpack_bits(data[at:end], models, width)]
     tables, used = read_tables(data[end:], [row_classes + 1, column_classes + 1, *sizes], total_bits)
-    message = Message(data[end + used :])
+    message = Message(data[end + used : chunks_at - (2 if lengths else 0)])
     height = split or rows
     width = rows * columns // height
     row_class = [message.take(tables[0]) for _ in range(height)]
@@ -64,10 +123,22 @@ def ans_decode(data: bytes, rows: int, columns: int) -> list[list[int]]:
     codes = sorted(range(low, low + size + 1), key=lambda code: (abs(code), code))
     view = [[0] * width for _ in range(height)]
     for model in range(models):
-        for a in range(row_classes + 1):
-            for row in (row for row in range(height) if row_class[row] == a):
-                for column in (column for column in range(width) if column_class[column] == model - a):
-                    view[row][column] = codes[message.take(tables[2 + model])]
+        places = [
+            (row, column)
+            for a in range(row_classes + 1)
+            for row in range(height)
+            if row_class[row] == a
+            for column in range(width)
+            if column_class[column] == model - a
+        ]
+        if model in lengths:
+            chunk = data[chunks_at : chunks_at + lengths[model]]
+            symbols = chunk_decode(chunk, len(places), 8 if size < 256 else 16)
+            chunks_at += lengths[model]
+        else:
+            symbols = [message.take(tables[2 + model]) for _ in places]
+        for (row, column), symbol in zip(places, symbols, strict=True):
+            view[row][column] = codes[symbol]
     assert message.state == 0
     assert not message.words
     if not split:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from factorpack.format import entropy, tables
+from factorpack.format import chunks, entropy, tables
 from factorpack.format.classes import Classing, class_counts
 from tests.format import reference
 
@@ -75,7 +75,20 @@ def test_decode_inverts_encode(codes: np.ndarray, data: st.DataObject):
     assert (entropy.decode(stream, *codes.shape) == codes).all()
     assert reference.ans_decode(stream, *codes.shape) == codes.tolist()
     assert entropy.encode(codes.copy(), split) == stream
-    assert abs(entropy.estimated_bytes(codes, split) - len(stream)) <= 16
+
+
+@given(matrices(), st.data())
+def test_decode_inverts_encode_where_every_block_is_a_chunk(codes: np.ndarray, data: st.DataObject):
+    columns = codes.shape[1]
+    split = data.draw(st.sampled_from([0, *(s for s in range(1, columns + 1) if columns % s == 0)]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "_FEWEST", 1)
+        patch.setattr(entropy, "_DEARER", float("inf"))
+        stream = entropy.encode(codes, split)
+    has_chunks = bool(entropy.read_header(stream)[0].chunks)
+    assert has_chunks == (len(np.unique(codes)) > 1)
+    assert (entropy.decode(stream, *codes.shape) == codes).all()
+    assert reference.ans_decode(stream, *codes.shape) == codes.tolist()
 
 
 @given(hnp.array_shapes(min_dims=3, max_dims=3, max_side=9))
@@ -135,14 +148,38 @@ def test_a_split_is_used_where_it_pays():
     assert not entropy.encode(random, 32)[0] & 64
 
 
-@pytest.mark.parametrize("codes", EDGES.values(), ids=EDGES)
-def test_the_estimate_is_within_16_bytes(codes: np.ndarray):
-    for split in (0, codes.shape[1]):
-        assert abs(entropy.estimated_bytes(codes, split) - len(entropy.encode(codes, split))) <= 16
+def large(deviation: float, size: int = 200_000) -> np.ndarray:
+    drawn = np.random.default_rng(1).normal(size=(8, size // 8)) * deviation
+    return np.rint(drawn).clip(-128, 127).astype(np.int8)
 
 
-def test_the_message_is_as_short_as_its_models_allow():
+def test_large_blocks_are_chunks_where_they_are_hardly_longer(monkeypatch: pytest.MonkeyPatch):
+    codes = large(1.5)
+    with_chunks = entropy.encode(codes)
+    assert entropy.read_header(with_chunks)[0].chunks
+    monkeypatch.setattr(entropy, "_DEARER", 0.0)
+    without = entropy.encode(codes)
+    assert not entropy.read_header(without)[0].chunks
+    assert len(without) < len(with_chunks) <= 1.005 * len(without)
+    assert (entropy.decode(with_chunks, *codes.shape) == codes).all()
+    assert (entropy.decode(without, *codes.shape) == codes).all()
+
+
+@pytest.mark.parametrize("codes", [large(1.5, 1600), large(0.15)], ids=["a small block", "nearly all zeros"])
+def test_what_a_chunk_would_make_longer_stays_in_the_message(codes: np.ndarray):
+    assert not entropy.read_header(entropy.encode(codes))[0].chunks
+
+
+def test_wide_codes_come_back_from_chunks():
+    codes = np.rint(np.random.default_rng(1).normal(size=(8, 40_000)) * 300).astype(np.int16)
+    stream = entropy.encode(codes)
+    assert entropy.read_header(stream)[0].chunks
+    assert (entropy.decode(stream, *codes.shape) == codes).all()
+
+
+def test_the_message_is_as_short_as_its_models_allow(monkeypatch: pytest.MonkeyPatch):
     """Within two words of the empirical entropy under one model, rounding of frequencies included."""
+    monkeypatch.setattr(entropy, "_DEARER", 0.0)
     codes = np.random.default_rng(0).normal(size=(40, 1000)).astype(np.int8)
     share = np.unique(codes, return_counts=True)[1] / codes.size
     ideal = -codes.size * (share * np.log2(share)).sum()

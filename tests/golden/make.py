@@ -7,15 +7,18 @@ summation. `python -m tests.golden.make` writes the file anew; the tests say whe
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from factorpack.format import chunks, entropy
 from factorpack.format.container import Writer
 from factorpack.record import Encoded
 
 GOLDEN = Path(__file__).with_name("golden.packed.safetensors")
 ALIASES = {"tied.weight": "fc.weight"}
+CHUNKED = "chunked.weight"
 
 
 def hashed(index: int, salt: int) -> int:
@@ -55,6 +58,7 @@ def tensors() -> dict[str, Encoded]:
         "spatial.weight": _spatial(),
         "sums.weight": _sums(),
         "path.weight": _path(),
+        CHUNKED: _chunked(),
     }
 
 
@@ -64,6 +68,18 @@ def _sums() -> Encoded:
     index = [[hashed(24 * stage + tile, 12) % 5 - 4 for tile in range(24)] for stage in range(2)]
     parts = {"codebook": book.half(), "indices": torch.tensor(index, dtype=torch.int8)}
     return Encoded("codewords", (14, 10), torch.float32, parts, {"indices": 3})
+
+
+def _chunked() -> Encoded:
+    """Codes of which most are near zero, in rows of two widths: four classes, a chunk each."""
+
+    def code(row: int, column: int) -> int:
+        number = hashed(40 * row + column, 16)
+        return number % 3 + number // 3 % 3 - 2 + (number // 9 % 15 - 7) * (row % 2)
+
+    found = [[code(i, j) for j in range(40)] for i in range(32)]
+    parts = {"codes": torch.tensor(found, dtype=torch.int8), "scale": torch.full((1, 1), 2.0**-6).half()}
+    return Encoded("scalar", (32, 40), torch.float32, parts, {"codes": 5})
 
 
 def _path() -> Encoded:
@@ -213,7 +229,11 @@ def _spatial() -> Encoded:
 def write(path: Path) -> None:
     with Writer(path) as writer:
         for name, encoded in tensors().items():
-            writer.add(name, encoded)
+            # Chunks are for blocks far larger than any here.
+            few = 1 if name == CHUNKED else chunks._FEWEST
+            dearer = 2.0 if name == CHUNKED else entropy._DEARER
+            with patch.object(chunks, "_FEWEST", few), patch.object(entropy, "_DEARER", dearer):
+                writer.add(name, encoded)
         for alias, target in ALIASES.items():
             writer.alias(alias, target)
 

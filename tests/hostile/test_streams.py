@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +12,9 @@ import numpy as np
 import pytest
 
 from factorpack.errors import FormatError
-from factorpack.format import entropy, tables
+from factorpack.format import chunks, entropy, tables
 from factorpack.format.container import Reader
-from tests.golden.make import GOLDEN
+from tests.golden.make import CHUNKED, GOLDEN
 from tests.helpers import little_memory
 from tests.pieces import Pieces, take_apart
 
@@ -74,7 +75,6 @@ LATENTS: dict[str, tuple[Change, str]] = {
     "a word more": (constant(LATENT + b"\1\0\0\0"), "longer than its codes"),
     "a zero word more": (constant(LATENT + bytes(4)), "ends in a zero word"),
     "a word more in front": (constant(LATENT[:TABLE] + b"\1\0\0\0" + MESSAGE), "longer than its codes"),
-    "an unknown flag": (patched(0, b"\x88"), "flags are 136"),
     "a total of 2^7": (patched(0, b"\x07"), "with a total of 2^7"),
     "a total of 2^17": (patched(0, b"\x11"), "with a total of 2^17"),
     "a total of 2^31": (patched(0, b"\x1f"), "with a total of 2^31"),
@@ -147,6 +147,82 @@ def test_hostile_messages(tmp_path: Path, change: Change, message: str):
     found = refused(tmp_path, pieces)
     assert found.startswith("tensor 'conv.weight': part 'latent': ")
     assert message in found
+
+
+LARGE = take_apart(BLOB).part(CHUNKED, "codes")  # (32, 40), four classes of rows, each a chunk
+LENGTHS = [length for _, length in entropy.read_header(LARGE)[0].chunks]
+NAMES, CHUNKS_AT = HEADER, len(LARGE) - sum(LENGTHS)
+FIRST_LENGTH = NAMES + 8
+
+
+def lengthened(extra: bytes) -> Change:
+    """The last chunk longer, as its length says."""
+    whole = struct.pack("<I", LENGTHS[-1] + len(extra))
+    return lambda old: patched(FIRST_LENGTH + 12, whole)(old) + extra
+
+
+def beyond(data: bytes) -> bytes:
+    """The last chunk all of symbol 200, where the last one is 18."""
+    wrong = chunks.chunk_of(np.full(320, 200, np.uint8))
+    whole = data[: len(data) - LENGTHS[-1]] + wrong
+    return patched(FIRST_LENGTH + 12, struct.pack("<I", len(wrong)))(whole)
+
+
+CHUNKS: dict[str, tuple[Change, str]] = {
+    "names cut": (constant(LARGE[: NAMES + 7]), "ends before its chunks are named"),
+    "lengths cut": (constant(LARGE[: FIRST_LENGTH + 15]), "ends before its chunks' lengths"),
+    "no chunk": (patched(NAMES, bytes(8)), "chunks of the models 0, in binary, where there are 4"),
+    "a model too many": (patched(NAMES, b"\x1f"), "chunks of the models 11111, in binary, where there are 4"),
+    "the highest model": (patched(NAMES + 7, b"\x80"), "in binary, where there are 4"),
+    "longer than the stream": (patched(FIRST_LENGTH, b"\xff\xff\xff\xff"), "chunks of 4294967"),
+    "another version": (patched(CHUNKS_AT - 2, b"\xff\xff"), "the chunks are of another version"),
+    "differences": (patched(CHUNKS_AT, b"\x10"), "a chunk is not one of plain numbers"),
+    "multiples": (patched(CHUNKS_AT, b"\x01"), "a chunk is not one of plain numbers"),
+    "an empty chunk": (
+        lambda old: patched(FIRST_LENGTH, bytes(4))(old[:CHUNKS_AT] + old[CHUNKS_AT + LENGTHS[0] :]),
+        "a chunk is not one of plain numbers",
+    ),
+    "a chunk cut": (
+        lambda old: patched(FIRST_LENGTH + 12, struct.pack("<I", LENGTHS[-1] - 9))(old[:-9]),
+        "cannot be read",
+    ),
+    "a chunk too long": (lengthened(b"\0\0"), "has 2 too many"),
+    "a symbol beyond the last": (beyond, "a chunk has symbol 200, the last one is 18"),
+    "no total": (patched(0, b"\x80"), "flags are 128, with a total of 2^0"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), CHUNKS.values(), ids=CHUNKS)
+def test_hostile_chunks(tmp_path: Path, change: Change, message: str):
+    pieces = take_apart(BLOB)
+    pieces.set_part(CHUNKED, "codes", change(LARGE))
+    found = refused(tmp_path, pieces)
+    assert found.startswith(f"tensor '{CHUNKED}': part 'codes': ")
+    assert message in found
+
+
+def test_a_path_has_no_chunks(tmp_path: Path):
+    pieces = take_apart(BLOB)
+    pieces.set_part("path.weight", "codes", LARGE)
+    assert refused(tmp_path, pieces).endswith("a path's stream has chunks, which cannot hold it")
+
+
+def test_flipped_bits_of_chunks_are_refused_or_stay_within_the_alphabet():
+    """A chunk has no end to arrive at, so most changed numbers are numbers too."""
+    outcomes: Counter[str] = Counter()
+    for position in range(8 * FIRST_LENGTH, 8 * len(LARGE)):
+        flipped = bytearray(LARGE)
+        flipped[position // 8] ^= 1 << position % 8
+        try:
+            codes = entropy.decode(bytes(flipped), 32, 40)
+        except FormatError:
+            outcomes["refused"] += 1
+            continue
+        outcomes["read"] += 1
+        assert codes.shape == (32, 40)
+        assert codes.min() >= -9
+        assert codes.max() <= 9
+    assert min(outcomes["refused"], outcomes["read"]) > 500
 
 
 def message_for(codes: np.ndarray, other: bytes = MESSAGE) -> bytes:

@@ -1,6 +1,13 @@
-"""Unsigned integers of any width from 1 to 16 bits, end to end in bytes, lowest bit first."""
+"""Unsigned integers of any width from 1 to 16 bits, end to end in bytes, lowest bit first.
+
+Eight numbers take as many bytes as one has bits, so numbers and bytes are both seen as rows of eight
+numbers, and each place in a row is one shift for all rows.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,18 +21,44 @@ def packed_bytes(count: int, width: int) -> int:
 
 def pack(values: NDArray[np.unsignedinteger], width: int) -> bytes:
     """Packs a flat array: value i takes bits i*width to (i+1)*width - 1 of the little-endian bit string."""
-    wide = np.ascontiguousarray(values, dtype="<u2")
-    bits = np.unpackbits(wide.view(np.uint8).reshape(-1, 2), axis=1, count=width, bitorder="little")
-    return np.packbits(bits, bitorder="little").tobytes()
+    numbers = np.zeros((_rows(values.size), 8), np.uint16)
+    numbers.reshape(-1)[: values.size] = values
+    packed = np.zeros((len(numbers), width), np.uint8)
+    for place, first, shift, held in _places(width):
+        shifted = numbers[:, place].astype(held) << shift
+        for more in range(_touched(shift, width)):
+            packed[:, first + more] |= (shifted >> (8 * more)).astype(np.uint8)
+    return packed.reshape(-1)[: packed_bytes(values.size, width)].tobytes()
 
 
 def unpack(data: bytes, count: int, width: int) -> NDArray[np.uint16]:
     """The inverse of `pack`. The unused bits of the last byte must be zero."""
     if len(data) != packed_bytes(count, width):
         raise FormatError(f"{len(data)} bytes for {count} values of {width} bits")
-    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
-    if bits[count * width :].any():
+    packed = np.zeros((_rows(count), width), np.uint8)
+    packed.reshape(-1)[: len(data)] = np.frombuffer(data, np.uint8)
+    numbers = np.empty((len(packed), 8), np.uint16)
+    for place, first, shift, held in _places(width):
+        found = packed[:, first].astype(held)
+        for more in range(1, _touched(shift, width)):
+            found |= packed[:, first + more].astype(held) << (8 * more)
+        numbers[:, place] = (found >> shift) & ((1 << width) - 1)
+    flat = numbers.reshape(-1)
+    if flat[count:].any():
         raise FormatError("bits are set after the last value")
-    padded = np.zeros((count, 16), np.uint8)
-    padded[:, :width] = bits[: count * width].reshape(count, width)
-    return np.packbits(padded, axis=1, bitorder="little").view("<u2").reshape(count).astype(np.uint16)
+    return flat[:count]
+
+
+def _rows(count: int) -> int:
+    return -(-count // 8)
+
+
+def _places(width: int) -> Iterator[tuple[int, int, int, type[np.integer[Any]]]]:
+    """Each place in a row: the byte and the bit where it begins, and what holds all bytes it touches."""
+    for place in range(8):
+        first, shift = divmod(place * width, 8)
+        yield place, first, shift, np.uint16 if shift + width <= 16 else np.uint32
+
+
+def _touched(shift: int, width: int) -> int:
+    return packed_bytes(shift + width, 1)

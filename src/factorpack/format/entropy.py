@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from factorpack.errors import FormatError
-from factorpack.format import tables
+from factorpack.format import chunks, tables
+from factorpack.format.chunks import Chunks
 from factorpack.format.classes import (
     MAX_CLASSES,
     Classes,
@@ -30,7 +31,10 @@ from factorpack.format.classes import (
 from factorpack.format.tables import MAX_TOTAL_BITS, MIN_TOTAL_BITS, Counts
 
 _NARROW, _WIDE, _SPLIT = struct.Struct("<BbBBB"), struct.Struct("<BhHBB"), struct.Struct("<I")
-_WIDE_FLAG, _SPLIT_FLAG, _TOTAL_MASK = 32, 64, 31
+_CHUNKED = struct.Struct("<Q")
+_WIDE_FLAG, _SPLIT_FLAG, _CHUNKED_FLAG, _TOTAL_MASK = 32, 64, 128, 31
+_DEARER = 1.005
+"""How many times its bytes in the message a block may take as a chunk, for the sake of speed."""
 _FEW_CODES = 128
 """Too few for classes to pay."""
 MANY_CODES = 1 << 20
@@ -53,6 +57,8 @@ class Header:
     row_classes: int
     column_classes: int
     split: int
+    chunks: tuple[tuple[int, int], ...] = ()
+    """The models whose codes are chunks, ascending, and the length of each chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,27 +88,39 @@ class Plan:
 def encode(codes: Codes, split: int = 0) -> bytes:
     """Entropy codes a matrix of at least one code, (r, n); `split` is the number of rows of another view."""
     low, order, symbols = numbered(codes)
-    plan, total_bits, _ = _best(symbols, len(order), split)
+    plan, total_bits = _best(symbols, len(order), split)
     classing, whole = plan.classing, plan.tables(total_bits)
     ordered = viewed(symbols, plan.split)[np.argsort(classing.rows, kind="stable")]
     ordered = ordered[:, np.argsort(classing.columns, kind="stable")]
+    places = _blocks(classing, classing.models)
+    blocks = [np.concatenate([ordered[place].ravel() for place in each]) for each in places]
+    chunked = _chunked(blocks, plan.counts[2], whole[2], total_bits)
+    whole[2][list(chunked)] = np.eye(1, len(order), dtype=np.int64) * (1 << total_bits)  # codes to nothing
     coder = constriction.stream.stack.AnsCoder()
-    for places, frequencies in reversed(list(zip(_blocks(classing, classing.models), whole[2], strict=True))):
-        push(coder, np.concatenate([ordered[place].ravel() for place in places]), frequencies)
+    for block, frequencies in zip(reversed(blocks), reversed(whole[2]), strict=True):
+        push(coder, block, frequencies)
     push(coder, classing.columns, whole[1][0])
     push(coder, classing.rows, whole[0][0])
-    header = Header(total_bits, low, len(order), whole[0].size, whole[1].size, plan.split)
+    lengths = tuple((model, len(chunk)) for model, chunk in chunked.items())
+    header = Header(total_bits, low, len(order), whole[0].size, whole[1].size, plan.split, lengths)
     words: NDArray[np.uint32] = coder.get_compressed()
     written = tables.write_tables(whole[:2], whole[2], total_bits)
-    return write_header(header) + written + words.astype("<u4").tobytes()
+    return (
+        write_header(header) + written + words.astype("<u4").tobytes() + chunks.joined(list(chunked.values()))
+    )
 
 
-def estimated_bytes(codes: Codes, split: int = 0) -> int:
-    """Length of `encode`'s stream, within 16 bytes, without coding anything."""
-    low, order, symbols = numbered(codes)
-    plan, total_bits, bits = _best(symbols, len(order), split)
-    header = Header(total_bits, low, len(order), 1, 1, plan.split)
-    return len(write_header(header)) + int(bits) // 8 + 4  # half a word is lost at the end, on average
+def _chunked(blocks: list[Symbols], counts: Counts, frequencies: Counts, total_bits: int) -> dict[int, bytes]:
+    """Chunks of the blocks that are hardly longer so, by model."""
+    found = {}
+    for model, block in enumerate(blocks):
+        own = slice(model, model + 1)
+        message = tables.message_bits(counts[own], frequencies[own], total_bits)
+        longest = _DEARER * (message + tables.table_bits(frequencies[own], total_bits)) / 8
+        chunk = chunks.within(block, longest)
+        if chunk is not None:
+            found[model] = chunk
+    return found
 
 
 def decode(data: bytes, rows: int, columns: int) -> Codes:
@@ -114,10 +132,14 @@ def decode(data: bytes, rows: int, columns: int) -> Codes:
     (of_rows, of_columns, *models), taken = tables.read_tables(
         data[start:], classes, sum(classes) - 1, header.symbols, header.total_bits
     )
-    coder = coder_of(data[start + taken :])
+    lengths = [length for _, length in header.chunks]
+    end = len(data) - chunks.joined_bytes(lengths)
+    if end < start + taken:
+        raise FormatError(f"chunks of {sum(lengths)} bytes in an entropy-coded stream of {len(data)}")
+    coder = coder_of(data[start + taken : end])
     height = header.split or rows
     classing = Classing(pop(coder, height, of_rows), pop(coder, rows * columns // height, of_columns))
-    symbols = _pop_matrix(coder, classing, models, _held(header.symbols))
+    symbols = _pop_matrix(coder, Chunks(data[end:], lengths), classing, models, header)
     if not coder.is_empty():
         raise FormatError("an entropy-coded message is longer than its codes")
     return unviewed(_codes_of(symbols, code_order(header.low, header.symbols)), header.split, rows)
@@ -133,13 +155,22 @@ def coder_of(data: bytes) -> Coder:
 
 
 def _pop_matrix(
-    coder: Coder, classing: Classing, models: list[Counts], held: type[np.uint8] | type[np.uint16]
+    coder: Coder, large: Chunks, classing: Classing, models: list[Counts], header: Header
 ) -> Symbols:
     """Block after block, model by model; then rows and columns go back to their places."""
+    held = _held(header.symbols)
+    chunked = {model for model, _ in header.chunks}
     ordered: Symbols = np.empty((len(classing.rows), len(classing.columns)), held)
-    for places, frequencies in zip(_blocks(classing, len(models)), models, strict=True):
+    for model, (places, frequencies) in enumerate(zip(_blocks(classing, len(models)), models, strict=True)):
         counts = [ordered[place].size for place in places]
-        found, at = pop(coder, sum(counts), frequencies), 0
+        found: NDArray[np.integer[Any]]
+        if model in chunked:
+            found = large.next(sum(counts), held)
+            if int(found.max(initial=0)) >= header.symbols:
+                raise FormatError(f"a chunk has symbol {found.max()}, the last one is {header.symbols - 1}")
+        else:
+            found = pop(coder, sum(counts), frequencies)
+        at = 0
         for place, count in zip(places, counts, strict=True):
             ordered[place] = found[at : at + count].reshape(ordered[place].shape)
             at += count
@@ -180,16 +211,16 @@ def pop(coder: Coder, count: int, frequencies: Counts) -> NDArray[np.int32]:
     return found
 
 
-def _best(symbols: Symbols, size: int, split: int) -> tuple[Plan, int, float]:
-    """The shortest plan found, its total, and its bits without the header."""
+def _best(symbols: Symbols, size: int, split: int) -> tuple[Plan, int]:
+    """The shortest plan found, and its total."""
     choices = [
         (plan.bits(total_bits), number, total_bits, plan)
         for number, plan in enumerate(_plans(symbols, size, split))
         for total_bits in TOTALS
         if plan.fits(total_bits)
     ]
-    bits, _, total_bits, plan = min(choices, key=lambda choice: choice[:3])
-    return plan, total_bits, bits
+    _, _, total_bits, plan = min(choices, key=lambda choice: choice[:3])
+    return plan, total_bits
 
 
 def _plans(symbols: Symbols, size: int, split: int) -> Iterator[Plan]:
@@ -254,9 +285,15 @@ def unviewed(matrix: NDArray[_Kind], split: int, rows: int) -> NDArray[_Kind]:
 def write_header(header: Header) -> bytes:
     is_wide = header.low < -128 or header.low + header.symbols > 128
     flags = header.total_bits | (_WIDE_FLAG if is_wide else 0) | (_SPLIT_FLAG if header.split else 0)
+    flags |= _CHUNKED_FLAG if header.chunks else 0
     fields = (header.low, header.symbols - 1, header.row_classes - 1, header.column_classes - 1)
     data = (_WIDE if is_wide else _NARROW).pack(flags, *fields)
-    return data + (_SPLIT.pack(header.split) if header.split else b"")
+    if header.split:
+        data += _SPLIT.pack(header.split)
+    if header.chunks:
+        data += _CHUNKED.pack(sum(1 << model for model, _ in header.chunks))
+        data += b"".join(chunks.LENGTH.pack(length) for _, length in header.chunks)
+    return data
 
 
 def read_header(data: bytes) -> tuple[Header, int]:
@@ -269,11 +306,7 @@ def read_header(data: bytes) -> tuple[Header, int]:
     _, low, symbols, row_classes, column_classes = layout.unpack_from(data)
     split = _SPLIT.unpack_from(data, layout.size)[0] if flags & _SPLIT_FLAG else 0
     total_bits = flags & _TOTAL_MASK
-    if (
-        flags > 127
-        or not MIN_TOTAL_BITS <= total_bits <= MAX_TOTAL_BITS
-        or (flags & _SPLIT_FLAG and not split)
-    ):
+    if not MIN_TOTAL_BITS <= total_bits <= MAX_TOTAL_BITS or (flags & _SPLIT_FLAG and not split):
         raise FormatError(
             f"an entropy coder's flags are {flags}, with a total of 2^{total_bits} and {split} parts"
         )
@@ -284,4 +317,23 @@ def read_header(data: bytes) -> tuple[Header, int]:
         raise FormatError(
             f"{row_classes + 1} and {column_classes + 1} classes for codes {low} to {low + symbols}"
         )
-    return Header(total_bits, low, symbols + 1, row_classes + 1, column_classes + 1, split), length
+    chunked: tuple[tuple[int, int], ...] = ()
+    if flags & _CHUNKED_FLAG:
+        chunked, taken = _read_chunk_lengths(data[length:], row_classes + column_classes + 1)
+        length += taken
+    return Header(total_bits, low, symbols + 1, row_classes + 1, column_classes + 1, split, chunked), length
+
+
+def _read_chunk_lengths(data: bytes, models: int) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Which models' codes are chunks and how long each is; and the bytes this took."""
+    if len(data) < _CHUNKED.size:
+        raise FormatError("an entropy-coded stream ends before its chunks are named")
+    (named,) = _CHUNKED.unpack_from(data)
+    if not 0 < named < 1 << models:
+        raise FormatError(f"chunks of the models {named:b}, in binary, where there are {models}")
+    found = [model for model in range(models) if named >> model & 1]
+    end = _CHUNKED.size + chunks.LENGTH.size * len(found)
+    if len(data) < end:
+        raise FormatError("an entropy-coded stream ends before its chunks' lengths")
+    lengths = [length for (length,) in chunks.LENGTH.iter_unpack(data[_CHUNKED.size : end])]
+    return tuple(zip(found, lengths, strict=True)), end

@@ -67,6 +67,8 @@ def estimated_bytes(codes: Codes, states: int, split: int = 0) -> int:
 def decode(data: bytes, rows: int, columns: int, states: int) -> NDArray[np.int32]:
     """The inverse of `encode`."""
     header, start = entropy.read_header(data)
+    if header.chunks:
+        raise FormatError("a path's stream has chunks, which cannot hold it")
     if len(data) < start + _SEGMENT.size:
         raise FormatError(f"a path's stream of {len(data)} bytes has no header")
     (segment,) = _SEGMENT.unpack_from(data, start)

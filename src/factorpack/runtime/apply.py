@@ -68,7 +68,7 @@ class Candidate:
 
 def apply(
     model: nn.Module,
-    tensors: Mapping[str, Encoded],
+    tensors: Iterable[tuple[str, Encoded]],
     aliases: Mapping[str, str],
     mode: str,
     run_example: Callable[[], object] | None,
@@ -85,7 +85,7 @@ def apply(
     holders = _holders(model) if mode != "dense" else {}
     candidates: list[Candidate] = []
     reports: list[LayerReport] = []
-    for target, encoded in tensors.items():
+    for target, encoded in tensors:
         names = [target, *(alias for alias, tied in aliases.items() if tied == target)]
         held = [name for name in names if name in holders] if encoded.kind in CODED else []
         candidates += _candidates({name: holders[name] for name in held}, encoded, mode)
