@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from factorpack.errors import FormatError
 from factorpack.format import chunks, entropy, tables
 from factorpack.format.classes import Classing, class_counts
 from tests.format import reference
@@ -168,6 +169,23 @@ def test_large_blocks_are_chunks_where_they_are_hardly_longer(monkeypatch: pytes
 @pytest.mark.parametrize("codes", [large(1.5, 1600), large(0.15)], ids=["a small block", "nearly all zeros"])
 def test_what_a_chunk_would_make_longer_stays_in_the_message(codes: np.ndarray):
     assert not entropy.read_header(entropy.encode(codes))[0].chunks
+
+
+def test_a_block_beyond_one_chunk_is_several(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chunks, "_MOST", 30_000)
+    codes = large(1.5)
+    stream = entropy.encode(codes)
+    assert (entropy.decode(stream, *codes.shape) == codes).all()
+    monkeypatch.setattr(chunks, "_MOST", 40_000)
+    with pytest.raises(FormatError, match="chunk"):
+        entropy.decode(stream, *codes.shape)
+
+
+def test_a_block_of_more_than_2_24_codes_comes_back():
+    codes = np.resize(large(1.5), (8, (1 << 21) + 5))
+    stream = entropy.encode(codes)
+    assert entropy.read_header(stream)[0].chunks
+    assert (entropy.decode(stream, *codes.shape) == codes).all()
 
 
 def test_wide_codes_come_back_from_chunks():

@@ -25,10 +25,17 @@ _CLASSIC = b"\0"
 """First byte of a chunk that holds the numbers themselves, not multiples or differences."""
 _FEWEST = 2048
 """Codes of a block below which a chunk's table cannot pay."""
+_MOST = 1 << 24
+"""Numbers that one of pcodec's chunks holds: a larger block has several, one behind the other."""
+_MOST_BYTES = 256**LENGTH.size - 1
 
 
 def chunk_of(block: Symbols) -> bytes:
-    """Table and numbers of one block, (n,)."""
+    """Tables and numbers of one block, (n,)."""
+    return b"".join(_piece(block[start : start + _MOST]) for start in range(0, len(block), _MOST))
+
+
+def _piece(block: Symbols) -> bytes:
     settings = ChunkConfig(
         compression_level=_LEVEL,
         mode_spec=ModeSpec.classic(),
@@ -45,7 +52,7 @@ def within(block: Symbols, longest: float) -> bytes | None:
     if len(block) < _FEWEST:
         return None
     chunk = chunk_of(block)
-    return chunk if len(chunk) + LENGTH.size <= longest else None
+    return chunk if len(chunk) + LENGTH.size <= longest and len(chunk) <= _MOST_BYTES else None
 
 
 def joined(chunks: Sequence[bytes]) -> bytes:
@@ -74,13 +81,20 @@ class Chunks:
         chunk = self._data[self._at : self._at + length]
         self._at += length
         block: Symbols = np.zeros(count, held)
+        for start in range(0, count, _MOST):
+            chunk = self._read(chunk, block[start : start + _MOST])
+        if chunk:
+            raise FormatError(f"a chunk of {length} bytes has {len(chunk)} too many")
+        return block
+
+    def _read(self, chunk: bytes, block: Symbols) -> bytes:
+        """Fills a block of at most `_MOST`, and gives what follows it."""
         if not chunk.startswith(_CLASSIC):
             raise FormatError("a chunk is not one of plain numbers")
         try:
             read, taken = self._reader.chunk_decompressor(chunk, f"u{8 * block.itemsize}")
-            _, used = read.read_page_into(chunk[taken:], count, block)
+            page = chunk[taken:]
+            _, used = read.read_page_into(page, len(block), block)
         except RuntimeError as error:
-            raise FormatError(f"a chunk of {length} bytes cannot be read: {error}") from error
-        if taken + used != length:
-            raise FormatError(f"a chunk of {length} bytes has {length - taken - used} too many")
-        return block
+            raise FormatError(f"a chunk of {len(chunk)} bytes cannot be read: {error}") from error
+        return page[used:]
