@@ -14,7 +14,7 @@ from tests.helpers import assert_same_encoded
 from tests.pieces import take_apart
 
 
-@pytest.mark.parametrize("large", [0, 100, 1 << 18])
+@pytest.mark.parametrize("large", [0, 100, 1 << 22])
 @pytest.mark.parametrize("threads", [1, 2, 5, 100])
 def test_the_items_of_a_reader_in_their_order(threads: int, large: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ahead, "LARGE_BYTES", large)

@@ -163,7 +163,7 @@ def lengthened(extra: bytes) -> Change:
 
 def beyond(data: bytes) -> bytes:
     """The last chunk all of symbol 200, where the last one is 18."""
-    wrong = chunks.chunk_of(np.full(320, 200, np.uint8))
+    wrong = chunks.chunk_of(np.full(5000, 200, np.uint8)) or b""
     whole = data[: len(data) - LENGTHS[-1]] + wrong
     return patched(FIRST_LENGTH + 12, struct.pack("<I", len(wrong)))(whole)
 

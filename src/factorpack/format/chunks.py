@@ -30,9 +30,12 @@ _MOST = 1 << 24
 _MOST_BYTES = 256**LENGTH.size - 1
 
 
-def chunk_of(block: Symbols) -> bytes:
-    """Tables and numbers of one block, (n,)."""
-    return b"".join(_piece(block[start : start + _MOST]) for start in range(0, len(block), _MOST))
+def chunk_of(block: Symbols) -> bytes | None:
+    """Tables and numbers of one block, (n,), or None where that cannot pay or cannot be."""
+    if len(block) < _FEWEST:
+        return None
+    chunk = b"".join(_piece(block[start : start + _MOST]) for start in range(0, len(block), _MOST))
+    return chunk if len(chunk) <= _MOST_BYTES else None
 
 
 def _piece(block: Symbols) -> bytes:
@@ -45,14 +48,6 @@ def _piece(block: Symbols) -> bytes:
     )
     chunk = wrapped.FileCompressor().chunk_compressor(block, settings)
     return bytes(chunk.write_meta() + chunk.write_page(0))
-
-
-def within(block: Symbols, longest: float) -> bytes | None:
-    """A block's chunk, if it and its length take no more than so many bytes."""
-    if len(block) < _FEWEST:
-        return None
-    chunk = chunk_of(block)
-    return chunk if len(chunk) + LENGTH.size <= longest and len(chunk) <= _MOST_BYTES else None
 
 
 def joined(chunks: Sequence[bytes]) -> bytes:

@@ -21,7 +21,6 @@ from factorpack.format import chunks, tables
 from factorpack.format.chunks import Chunks
 from factorpack.format.classes import (
     MAX_CLASSES,
-    Classes,
     Classing,
     Symbols,
     class_counts,
@@ -33,13 +32,15 @@ from factorpack.format.tables import MAX_TOTAL_BITS, MIN_TOTAL_BITS, Counts
 _NARROW, _WIDE, _SPLIT = struct.Struct("<BbBBB"), struct.Struct("<BhHBB"), struct.Struct("<I")
 _CHUNKED = struct.Struct("<Q")
 _WIDE_FLAG, _SPLIT_FLAG, _CHUNKED_FLAG, _TOTAL_MASK = 32, 64, 128, 31
-_DEARER = 1.005
-"""How many times its bytes in the message a block may take as a chunk, for the sake of speed."""
+_DEARER = 0.005
+"""The share by which chunks may make a stream longer, for the sake of speed."""
 _FEW_CODES = 128
 """Too few for classes to pay."""
 MANY_CODES = 1 << 20
 """Enough for classes of half the width to pay."""
 TOTALS = (8, 10, 12, 14, 16)
+_SLAB = 1 << 18
+"""Codes whose columns are put in place at a time, so that they stay in a core's cache."""
 
 Codes = NDArray[np.signedinteger]
 _Kind = TypeVar("_Kind", bound=np.integer[Any])
@@ -111,16 +112,21 @@ def encode(codes: Codes, split: int = 0) -> bytes:
 
 
 def _chunked(blocks: list[Symbols], counts: Counts, frequencies: Counts, total_bits: int) -> dict[int, bytes]:
-    """Chunks of the blocks that are hardly longer so, by model."""
-    found = {}
-    for model, block in enumerate(blocks):
-        own = slice(model, model + 1)
-        message = tables.message_bits(counts[own], frequencies[own], total_bits)
-        longest = _DEARER * (message + tables.table_bits(frequencies[own], total_bits)) / 8
-        chunk = chunks.within(block, longest)
-        if chunk is not None:
-            found[model] = chunk
-    return found
+    """Chunks by model: of the blocks that grow least for a code, as many as leave the stream hardly longer."""
+    models = [slice(model, model + 1) for model in range(len(blocks))]
+    bits = [
+        tables.message_bits(counts[own], frequencies[own], total_bits)
+        + tables.table_bits(frequencies[own], total_bits)
+        for own in models
+    ]
+    found = {model: chunk for model, block in enumerate(blocks) if (chunk := chunks.chunk_of(block))}
+    dearer = {model: len(chunk) + chunks.LENGTH.size - bits[model] / 8 for model, chunk in found.items()}
+    left, kept = _DEARER * sum(bits) / 8, []
+    for model in sorted(found, key=lambda model: dearer[model] / len(blocks[model])):
+        if dearer[model] <= left:
+            left -= dearer[model]
+            kept.append(model)
+    return {model: found[model] for model in sorted(kept)}
 
 
 def decode(data: bytes, rows: int, columns: int) -> Codes:
@@ -139,10 +145,10 @@ def decode(data: bytes, rows: int, columns: int) -> Codes:
     coder = coder_of(data[start + taken : end])
     height = header.split or rows
     classing = Classing(pop(coder, height, of_rows), pop(coder, rows * columns // height, of_columns))
-    symbols = _pop_matrix(coder, Chunks(data[end:], lengths), classing, models, header)
+    codes = _pop_matrix(coder, Chunks(data[end:], lengths), classing, models, header)
     if not coder.is_empty():
         raise FormatError("an entropy-coded message is longer than its codes")
-    return unviewed(_codes_of(symbols, code_order(header.low, header.symbols)), header.split, rows)
+    return unviewed(codes, header.split, rows)
 
 
 def coder_of(data: bytes) -> Coder:
@@ -156,33 +162,37 @@ def coder_of(data: bytes) -> Coder:
 
 def _pop_matrix(
     coder: Coder, large: Chunks, classing: Classing, models: list[Counts], header: Header
-) -> Symbols:
+) -> Codes:
     """Block after block, model by model; then rows and columns go back to their places."""
-    held = _held(header.symbols)
+    order = code_order(header.low, header.symbols)
     chunked = {model for model, _ in header.chunks}
-    ordered: Symbols = np.empty((len(classing.rows), len(classing.columns)), held)
+    ordered: Codes = np.empty((len(classing.rows), len(classing.columns)), order.dtype)
     for model, (places, frequencies) in enumerate(zip(_blocks(classing, len(models)), models, strict=True)):
         counts = [ordered[place].size for place in places]
-        found: NDArray[np.integer[Any]]
         if model in chunked:
-            found = large.next(sum(counts), held)
-            if int(found.max(initial=0)) >= header.symbols:
-                raise FormatError(f"a chunk has symbol {found.max()}, the last one is {header.symbols - 1}")
+            symbols = large.next(sum(counts), _held(header.symbols))
+            if int(symbols.max(initial=0)) >= header.symbols:
+                raise FormatError(f"a chunk has symbol {symbols.max()}, the last one is {header.symbols - 1}")
+            codes, at = _codes_of(symbols, order), 0
         else:
-            found = pop(coder, sum(counts), frequencies)
-        at = 0
+            codes, at = order.take(pop(coder, sum(counts), frequencies)), 0
         for place, count in zip(places, counts, strict=True):
-            ordered[place] = found[at : at + count].reshape(ordered[place].shape)
+            ordered[place] = codes[at : at + count].reshape(ordered[place].shape)
             at += count
-    by_row = ordered.take(_ranks(classing.rows), 0) if classing.rows.any() else ordered
-    return by_row.take(_ranks(classing.columns), 1) if classing.columns.any() else by_row
+    return _unsorted(ordered, classing)
 
 
-def _ranks(classes: Classes) -> NDArray[np.intp]:
-    """Where each row or column lies once they are sorted by class."""
-    ranks = np.empty(len(classes), np.intp)
-    ranks[np.argsort(classes, kind="stable")] = np.arange(len(classes))
-    return ranks
+def _unsorted(ordered: Codes, classing: Classing) -> Codes:
+    """A matrix whose rows and columns are sorted by class, with both where they belong."""
+    if not classing.rows.any() and not classing.columns.any():
+        return ordered
+    rows, columns = (np.argsort(classes, kind="stable") for classes in (classing.rows, classing.columns))
+    ranks = np.argsort(columns)
+    matrix = np.empty_like(ordered)
+    height = max(1, _SLAB // max(len(ranks), 1))
+    for top in range(0, len(rows), height):
+        matrix[rows[top : top + height]] = ordered[top : top + height].take(ranks, 1)
+    return matrix
 
 
 def _blocks(classing: Classing, models: int) -> list[list[tuple[slice, slice]]]:
@@ -261,11 +271,11 @@ def code_order(low: int, size: int) -> Codes:
 
 
 def _codes_of(symbols: Symbols, order: Codes) -> Codes:
-    """The code of every symbol; of bytes to bytes, which nearly all are, in half the time."""
+    """The code of every symbol; of bytes to bytes, which nearly all are, in a tenth of the time."""
     if symbols.dtype.itemsize > 1 or order.dtype.itemsize > 1:
         return order.take(symbols)
     table = order.tobytes().ljust(256, b"\0")
-    return np.frombuffer(bytearray(symbols.data).translate(table), np.int8).reshape(symbols.shape)
+    return np.frombuffer(symbols.tobytes().translate(table), np.int8)
 
 
 def _held(size: int) -> type[np.uint8] | type[np.uint16]:
