@@ -76,6 +76,7 @@ def test_decode_inverts_encode(codes: np.ndarray, data: st.DataObject):
     assert (entropy.decode(stream, *codes.shape) == codes).all()
     assert reference.ans_decode(stream, *codes.shape) == codes.tolist()
     assert entropy.encode(codes.copy(), split) == stream
+    assert abs(entropy.estimated_bytes(codes, split) - len(stream)) <= 16
 
 
 @given(matrices(), st.data())
@@ -83,7 +84,7 @@ def test_decode_inverts_encode_where_every_block_is_a_chunk(codes: np.ndarray, d
     columns = codes.shape[1]
     split = data.draw(st.sampled_from([0, *(s for s in range(1, columns + 1) if columns % s == 0)]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "_FEWEST", 1)
+        patch.setattr(chunks, "FEWEST", 1)
         patch.setattr(entropy, "_DEARER", float("inf"))
         stream = entropy.encode(codes, split)
     has_chunks = bool(entropy.read_header(stream)[0].chunks)
@@ -193,6 +194,23 @@ def test_wide_codes_come_back_from_chunks():
     stream = entropy.encode(codes)
     assert entropy.read_header(stream)[0].chunks
     assert (entropy.decode(stream, *codes.shape) == codes).all()
+
+
+def assert_estimated(codes: np.ndarray, split: int = 0) -> None:
+    length = len(entropy.encode(codes, split))
+    above = 0.005 if int(codes.max()) - int(codes.min()) < 256 else 0.07  # chunks save tables of hundreds
+    assert -16 - 0.005 * length <= entropy.estimated_bytes(codes, split) - length <= 16 + above * length
+
+
+@pytest.mark.parametrize("codes", EDGES.values(), ids=EDGES)
+def test_the_estimate_is_close(codes: np.ndarray):
+    for split in (0, codes.shape[1]):
+        assert_estimated(codes, split)
+
+
+@pytest.mark.parametrize("deviation", [0.2, 0.5, 1.5, 10])
+def test_the_estimate_counts_chunks(deviation: float):
+    assert_estimated(np.concatenate([large(deviation), large(deviation / 4)]))
 
 
 def test_the_message_is_as_short_as_its_models_allow(monkeypatch: pytest.MonkeyPatch):

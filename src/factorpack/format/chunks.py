@@ -23,7 +23,7 @@ _LEVEL = 10
 """Of 0 to 12: finer tables than the default of 8, decoded as fast."""
 _CLASSIC = b"\0"
 """First byte of a chunk that holds the numbers themselves, not multiples or differences."""
-_FEWEST = 2048
+FEWEST = 2048
 """Codes of a block below which a chunk's table cannot pay."""
 _MOST = 1 << 24
 """Numbers that one of pcodec's chunks holds: a larger block has several, one behind the other."""
@@ -32,7 +32,7 @@ _MOST_BYTES = 256**LENGTH.size - 1
 
 def chunk_of(block: Symbols) -> bytes | None:
     """Tables and numbers of one block, (n,), or None where that cannot pay or cannot be."""
-    if len(block) < _FEWEST:
+    if len(block) < FEWEST:
         return None
     chunk = b"".join(_piece(block[start : start + _MOST]) for start in range(0, len(block), _MOST))
     return chunk if len(chunk) <= _MOST_BYTES else None

@@ -7,6 +7,7 @@ and columns by turns take the class that codes them shortest, and the models fol
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,6 +148,7 @@ def _code_lengths(counts: NDArray[np.float32] | Counts) -> Lengths:
     return lengths
 
 
+@lru_cache(maxsize=64)
 def _sample(count: int) -> NDArray[np.int64]:
     """Places spread over `count` without a period, so that no kernel position is missed."""
     if count <= _SAMPLE:

@@ -42,10 +42,13 @@ def encode_part(part: Tensor, bits: int, split: int = 0, states: int = 0) -> tup
 
 
 def estimated_part_bytes(part: Tensor, bits: int, split: int = 0, states: int = 0) -> int:
-    """Length of `encode_part`'s bytes, for planners; of a path within 16, at a part of its cost."""
+    """About the length of `encode_part`'s bytes, at a part of its cost; for planners."""
+    if not bits:
+        return part.numel() * part.dtype.itemsize
     if states:
         return trellis.estimated_bytes(part.cpu().numpy(), states, split)
-    return len(encode_part(part, bits, split)[1])
+    fixed_bytes = packed_bytes(part.numel(), bits)
+    return min(fixed_bytes, entropy.estimated_bytes(part.cpu().numpy(), split))
 
 
 def split_of(encoded: Encoded, name: str) -> int:
