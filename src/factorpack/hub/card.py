@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from factorpack.hub.folder import EXTRAS, Folder
 from factorpack.size import SizeReport, TensorSize
 
 _HOW = """```python
 import factorpack as fp
 
-model = fp.from_pretrained("{folder}")  # needs pip install 'factorpack[hf]'
+model = fp.from_pretrained("{folder}")  # needs pip install 'factorpack[{extra}]'
 ```
-
-or, with transformers' own verb:
+"""
+_AUTO = """or, with transformers' own verb:
 
 ```python
 import factorpack as fp
@@ -22,9 +23,13 @@ model = {auto}.from_pretrained("{folder}")
 """
 
 
-def card(name: str, architecture: str, report: SizeReport) -> str:
+def card(name: str, like: Folder, report: SizeReport) -> str:
     """Markdown: sizes as they are on disk, a line for each tensor, and how to load it. No accuracy is claimed."""
     assert report.file_bytes is not None
+    architecture = like.architecture
+    use = [_HOW.format(folder=name, extra=EXTRAS[like.library])]
+    if like.library == "transformers":
+        use.append(_AUTO.format(folder=name, auto=_auto_class(architecture)))
     return "\n".join(
         [
             f"# {name}",
@@ -37,7 +42,7 @@ def card(name: str, architecture: str, report: SizeReport) -> str:
             "",
             "## Use",
             "",
-            _HOW.format(folder=name, auto=_auto_class(architecture)),
+            *use,
             "## Tensors",
             "",
             "| tensor | shape | bytes | bits a number | stored as |",

@@ -10,8 +10,10 @@ from factorpack.errors import SourceError
 from factorpack.source import check_inside, read_config
 
 CONFIG, PACKED_FILE, CARD = "config.json", "model.packed.safetensors", "README.md"
-METHOD = "factorpack"
-"""What a packed folder's config calls its quantization method."""
+QUANTIZATION, METHOD = "quantization_config", "factorpack"
+"""Where a packed folder's config says how it is quantized, and by what."""
+EXTRAS = {"transformers": "hf", "diffusers": "diffusers"}
+"""The library of a folder's class, and the extra that installs it."""
 _CARRIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".bpe", ".spm")
 """Endings of what goes along: tokenizers, generation and pooling settings, chat templates. Never code."""
 _WEIGHTS = (
@@ -38,7 +40,7 @@ class Folder:
     @property
     def packed_file(self) -> Path | None:
         """The packed file that the config names; None in a folder of plain weights."""
-        stated = self.config.get("quantization_config")
+        stated = self.config.get(QUANTIZATION)
         if not isinstance(stated, dict) or stated.get("quant_method") != METHOD:
             return None
         name = stated.get("file")
@@ -48,13 +50,19 @@ class Folder:
         return self.path / name
 
     @property
+    def library(self) -> str:
+        """Whose class the weights are for: the config of a diffusers component names it in a way of its own."""
+        return "diffusers" if "_class_name" in self.config else "transformers"
+
+    @property
     def architecture(self) -> str:
         """The class that the config says the weights are for."""
-        named = self.config.get("architectures")
+        config = self.config
+        named = [config["_class_name"]] if self.library == "diffusers" else config.get("architectures")
         if not isinstance(named, list) or not named or not isinstance(named[0], str):
             raise SourceError(
                 f"{self.path / CONFIG} has the architectures {named!r}, expected a list with a class of "
-                "transformers, as ['LlamaForCausalLM']"
+                "transformers, as ['LlamaForCausalLM'], or a _class_name of diffusers, as 'UNet2DModel'"
             )
         return named[0]
 

@@ -1,4 +1,7 @@
-"""A model opened from its folder, packed or plain, by the class of transformers that its config names."""
+"""A model opened from its folder, packed or plain, by the class that its config names.
+
+The class is one of transformers or diffusers and of nothing else.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ from typing import Any
 from torch import nn
 
 from factorpack.errors import PlanError, SourceError
-from factorpack.hub.folder import Folder, open_folder
+from factorpack.hub.folder import EXTRAS, QUANTIZATION, Folder, open_folder
 from factorpack.hub.quantizer import register
 from factorpack.model import Packed, load
 from factorpack.runtime.apply import Mode
 from factorpack.source import open_source
 
-MISSING = "opening a model needs transformers: pip install 'factorpack[hf]'"
+_BASES = {"transformers": "PreTrainedModel", "diffusers": "ModelMixin"}
 
 
 def from_pretrained(
@@ -23,9 +26,10 @@ def from_pretrained(
 ) -> nn.Module:
     """The ready model of a packed folder, in evaluation mode; a folder of plain weights opens too.
 
-    The class is the one that `config.json` names, of transformers and of nothing else: code in the folder
-    never runs. `mode`, `example` and `slack` are those of `packed.apply`; any but "dense" wants the names
-    that the model itself gives its tensors, as a folder made from a model has.
+    The class is the one that `config.json` names, of transformers or of diffusers (a component: a unet, a
+    vae) and of nothing else: code in the folder never runs. `mode`, `example` and `slack` are those of
+    `packed.apply`; any but "dense" wants the names that the model itself gives its tensors, as a folder
+    made from a model has.
 
     >>> model = fp.from_pretrained("small-llama")  # doctest: +SKIP
     """
@@ -42,13 +46,12 @@ def from_pretrained(
 
 
 def model_class(folder: Folder) -> Any:
-    """The class of transformers that a folder's weights are for."""
-    transformers = _transformers()
-    name = folder.architecture
-    found = getattr(transformers, name, None)
-    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+    """The class that a folder's weights are for."""
+    library, name = _imported(folder.library), folder.architecture
+    found = getattr(library, name, None)
+    if not isinstance(found, type) or not issubclass(found, getattr(library, _BASES[folder.library])):
         raise SourceError(
-            f"transformers {transformers.__version__} has no model {name!r}, and factorpack never runs code "
+            f"{folder.library} {library.__version__} has no model {name!r}, and factorpack never runs code "
             f"from a folder: build the model yourself and use fp.load(file).load_into(model)"
         )
     return found
@@ -56,7 +59,7 @@ def model_class(folder: Folder) -> Any:
 
 def tokenizer_of(folder: Folder) -> Any:
     try:
-        return _transformers().AutoTokenizer.from_pretrained(
+        return _imported("transformers").AutoTokenizer.from_pretrained(
             folder.path, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, ImportError) as error:
@@ -64,17 +67,17 @@ def tokenizer_of(folder: Folder) -> Any:
 
 
 def _opened(folder: Folder) -> nn.Module:
-    """Filled by transformers, which knows each class's old names and ties; nothing may be left to chance."""
-    made = model_class(folder)
-    register()
+    """Filled by the class itself, which knows old names and ties; nothing may be left to chance."""
+    made, file = model_class(folder), folder.packed_file
+    asked: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
     try:
-        model, told = made.from_pretrained(
-            folder.path,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        if folder.library == "diffusers" and file is not None:
+            model = made.from_config({k: v for k, v in folder.config.items() if k != QUANTIZATION})
+            return load(file).load_into(model).eval()
+        if folder.library == "transformers":
+            register()
+            asked["trust_remote_code"] = False
+        model, told = made.from_pretrained(folder.path, **asked)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise SourceError(f"{folder.path} does not open as a {folder.architecture}: {error}") from error
     wrong = sorted(map(str, [*told["missing_keys"], *told["mismatched_keys"]]))
@@ -86,8 +89,10 @@ def _opened(folder: Folder) -> nn.Module:
     return opened
 
 
-def _transformers() -> Any:
+def _imported(library: str) -> Any:
     try:
-        return importlib.import_module("transformers")
+        return importlib.import_module(library)
     except ImportError as error:
-        raise SourceError(MISSING) from error
+        raise SourceError(
+            f"opening this folder's model needs {library}: pip install 'factorpack[{EXTRAS[library]}]'"
+        ) from error

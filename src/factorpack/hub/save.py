@@ -15,7 +15,7 @@ from factorpack.errors import SourceError
 from factorpack.format.atomic import atomic_folder
 from factorpack.format.whole import write_packed
 from factorpack.hub.card import card
-from factorpack.hub.folder import CARD, CONFIG, METHOD, PACKED_FILE, Folder, open_folder
+from factorpack.hub.folder import CARD, CONFIG, METHOD, PACKED_FILE, QUANTIZATION, Folder, open_folder
 from factorpack.model import Packed, load
 from factorpack.record import dtype_name
 from factorpack.version import __version__
@@ -24,8 +24,8 @@ from factorpack.version import __version__
 def save_pretrained(packed: Packed, folder: str | Path, like: Any) -> Packed:
     """Writes a packed model as a folder that `from_pretrained` opens; its tokenizer and settings go along.
 
-    `like` says whose weights they are: the Hugging Face folder they came from, or the transformers model
-    itself (a tokenizer is then saved into the folder by its own `save_pretrained`).
+    `like` says whose weights they are: the Hugging Face folder they came from, or the model itself, of
+    transformers or of diffusers (a tokenizer is then saved into the folder by its own `save_pretrained`).
 
     >>> fp.save_pretrained(packed, "small-llama", like="llama")  # doctest: +SKIP
     """
@@ -34,17 +34,21 @@ def save_pretrained(packed: Packed, folder: str | Path, like: Any) -> Packed:
             like.config.architectures = like.config.architectures or [type(like).__name__]
             like.config.save_pretrained(plain)
             return write_folder(folder, open_folder(plain), _writes(packed))
+    if hasattr(like, "save_config"):
+        with tempfile.TemporaryDirectory() as plain:
+            like.save_config(plain)
+            return write_folder(folder, open_folder(plain), _writes(packed))
     if isinstance(like, str | Path):
         return write_folder(folder, open_folder(like), _writes(packed))
     raise SourceError(
-        f"a packed folder is like a {type(like).__name__}, expected a folder or a transformers model"
+        f"a packed folder is like a {type(like).__name__}, expected a folder or a model of transformers or diffusers"
     )
 
 
 def write_folder(target: str | Path, like: Folder, write: Callable[[Path], object]) -> Packed:
     """A packed folder with the file that `write` puts where it is told, and all else of `like`."""
     target = Path(target)
-    architecture = like.architecture
+    _ = like.architecture  # one that has none is refused before any work
     with atomic_folder(target) as made:
         write(made / PACKED_FILE)
         for carried in like.carried():
@@ -52,9 +56,10 @@ def write_folder(target: str | Path, like: Folder, write: Callable[[Path], objec
             shutil.copyfile(like.path / carried, made / carried)
         stated = {"quant_method": METHOD, "version": __version__, "file": PACKED_FILE}
         packed = load(made / PACKED_FILE)
-        config = _typed(like.config, packed) | {"quantization_config": stated}
+        typed = _typed(like.config, packed) if like.library == "transformers" else like.config
+        config = typed | {QUANTIZATION: stated}
         (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        (made / CARD).write_text(card(target.name, architecture, packed.size()))
+        (made / CARD).write_text(card(target.name, like, packed.size()))
     return load(target / PACKED_FILE)
 
 

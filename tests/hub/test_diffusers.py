@@ -1,0 +1,120 @@
+"""Components of diffusers: their folders there and back, and the models themselves."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import factorpack as fp
+from factorpack.cli import app
+from factorpack.errors import SourceError
+from factorpack.hub.folder import CARD, CONFIG, open_folder
+
+
+@pytest.fixture
+def diffusers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return pytest.importorskip("diffusers", reason="opening components needs the diffusers extra")
+
+
+def unet(diffusers: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = diffusers.UNet2DModel(
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(32, 64),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    ).eval()
+    return model
+
+
+def answer(model: nn.Module) -> Tensor:
+    pictures = torch.linspace(-1, 1, 2 * 3 * 64).reshape(2, 3, 8, 8)
+    with torch.no_grad():
+        found: Tensor = model(pictures, torch.tensor([3, 500])).sample
+    return found
+
+
+@pytest.fixture
+def folder(diffusers: Any, tmp_path: Path) -> Path:
+    """A unet in shards."""
+    unet(diffusers).save_pretrained(tmp_path / "unet", max_shard_size="500KB")  # type: ignore[operator]
+    assert (tmp_path / "unet" / "diffusion_pytorch_model.safetensors.index.json").is_file()
+    return tmp_path / "unet"
+
+
+def test_a_folder_there_and_back_on_the_command_line(folder: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small-unet"
+    done = CliRunner().invoke(
+        app, ["compress", str(folder), "-o", str(small), "--method", "scalar", "--bits", "6"]
+    )
+    assert done.exit_code == 0, done.output
+    config = json.loads((small / CONFIG).read_text())
+    assert config["_class_name"] == "UNet2DModel"
+    assert config["quantization_config"]["quant_method"] == "factorpack"
+    assert "dtype" not in config
+    card = (small / CARD).read_text()
+    assert "factorpack[diffusers]" in card
+    assert "transformers" not in card
+    opened = fp.from_pretrained(small)
+    assert not opened.training
+    expected = fp.load(small / "model.packed.safetensors").load_into(fp.from_pretrained(folder))
+    assert torch.equal(answer(opened), answer(expected))
+    assert 0 < (answer(opened) - answer(fp.from_pretrained(folder))).abs().max() < 1
+
+
+@pytest.mark.parametrize("mode", ["packed", "factored"])
+def test_it_may_run_on_its_codes(folder: Path, tmp_path: Path, mode: Any) -> None:
+    fp.save_pretrained(fp.compress(folder, fp.Scalar(4), progress=False), tmp_path / "small", folder)
+    dense, coded = fp.from_pretrained(tmp_path / "small"), fp.from_pretrained(tmp_path / "small", mode)
+    torch.testing.assert_close(answer(coded), answer(dense))
+
+
+def test_the_model_itself(diffusers: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    vae = diffusers.AutoencoderKL(block_out_channels=(32,), latent_channels=4, norm_num_groups=8).eval()
+    packed = fp.compress(vae, fp.Scalar(8), progress=False)
+    fp.save_pretrained(packed, tmp_path / "small", vae)
+    opened = fp.from_pretrained(tmp_path / "small")
+    assert type(opened) is type(vae)
+    state = packed.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in opened.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["DDPMScheduler", "logging", "NoSuchModel", "__version__"])
+def test_a_class_that_is_no_model_of_diffusers(folder: Path, name: str) -> None:
+    config = json.loads((folder / CONFIG).read_text()) | {"_class_name": name}
+    (folder / CONFIG).write_text(json.dumps(config))
+    with pytest.raises(SourceError, match=f"has no model '{name}', and factorpack never runs code"):
+        fp.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", [None, 3, ["UNet2DModel"]])
+def test_a_class_name_that_is_none(folder: Path, name: Any) -> None:
+    config = json.loads((folder / CONFIG).read_text()) | {"_class_name": name}
+    (folder / CONFIG).write_text(json.dumps(config))
+    with pytest.raises(SourceError, match="expected a list with a class of transformers"):
+        _ = open_folder(folder).architecture
+
+
+def test_a_packed_file_of_another_model(folder: Path, tmp_path: Path) -> None:
+    fp.save_pretrained(fp.compress(folder, fp.Scalar(4), progress=False), tmp_path / "small", folder)
+    config = json.loads((tmp_path / "small" / CONFIG).read_text()) | {"block_out_channels": [32, 96]}
+    (tmp_path / "small" / CONFIG).write_text(json.dumps(config))
+    with pytest.raises(SourceError, match=r"tensor .* in the file"):
+        fp.from_pretrained(tmp_path / "small")
+
+
+def test_without_diffusers_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / CONFIG).write_text('{"_class_name": "UNet2DModel"}')
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(SourceError, match=r"needs diffusers: pip install 'factorpack\[diffusers\]'"):
+        fp.from_pretrained(tmp_path)
