@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import factorpack as fp
 from benchmarks.zoo import mobilenet_v2, resnet18
 from factorpack.decode import decode
+from factorpack.format.container import Reader
 from factorpack.record import DTYPES
 from tests.helpers import assert_same_encoded, assert_same_tensor, relative_error, seeded, shared_weights
 
@@ -155,6 +156,20 @@ class TestSaveAndLoad:
         packed = fp.compress_to(path, Net(), METHOD, layers={"up.weight": fp.Scalar(2)}, exclude=["head.*"])
         assert packed["up.weight"].bits == {"codes": 2}
         assert packed["head.weight"].kind == "keep"
+
+    def test_what_is_in_memory_is_not_read_again_once_it_is_saved(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        packed = fp.compress({"w": seeded(32, 64)}, fp.Scalar(4), progress=False)
+        fp.save(packed, path)
+
+        def read(_: Reader, name: str) -> None:
+            raise AssertionError(f"{name} was read")
+
+        monkeypatch.setattr(Reader, "__getitem__", read)
+        assert packed.state_dict()["w"].shape == (32, 64)
+        with pytest.raises(AssertionError, match="w was read"):
+            fp.load(path).state_dict()
 
     def test_a_loaded_file_can_be_saved_over_itself(self, path: Path) -> None:
         fp.save(fp.compress(Net(), METHOD), path)

@@ -115,8 +115,10 @@ class Packed(Mapping[str, Encoded]):
         return apply(model, self._in_order(), self.aliases, mode, run, slack)
 
     def _in_order(self) -> Iterable[tuple[str, Encoded]]:
-        """`items`, for a caller who takes them all: a file's are decoded ahead, by torch's threads' number."""
-        return self.items() if self._reader is None else read_ahead(self._reader, torch.get_num_threads())
+        """`items`, for a caller who takes them all: those still in their file are decoded ahead by threads."""
+        if not isinstance(self._tensors, Reader):
+            return self.items()
+        return read_ahead(self._tensors, torch.get_num_threads())
 
     def _check_fits(self, model: nn.Module) -> None:
         targets = model.state_dict(keep_vars=True)

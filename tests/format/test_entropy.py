@@ -12,6 +12,7 @@ from hypothesis.extra import numpy as hnp
 from factorpack.errors import FormatError
 from factorpack.format import chunks, entropy, tables
 from factorpack.format.classes import Classing, class_counts
+from factorpack.format.header import Header, read_header, write_header
 from tests.format import reference
 
 SHAPES = hnp.array_shapes(min_dims=2, max_dims=2, min_side=1, max_side=24)
@@ -87,7 +88,7 @@ def test_decode_inverts_encode_where_every_block_is_a_chunk(codes: np.ndarray, d
         patch.setattr(chunks, "FEWEST", 1)
         patch.setattr(entropy, "_DEARER", float("inf"))
         stream = entropy.encode(codes, split)
-    has_chunks = bool(entropy.read_header(stream)[0].chunks)
+    has_chunks = bool(read_header(stream)[0].chunks)
     assert has_chunks == (len(np.unique(codes)) > 1)
     assert (entropy.decode(stream, *codes.shape) == codes).all()
     assert reference.ans_decode(stream, *codes.shape) == codes.tolist()
@@ -158,10 +159,10 @@ def large(deviation: float, size: int = 200_000) -> np.ndarray:
 def test_large_blocks_are_chunks_where_they_are_hardly_longer(monkeypatch: pytest.MonkeyPatch):
     codes = large(1.5)
     with_chunks = entropy.encode(codes)
-    assert entropy.read_header(with_chunks)[0].chunks
+    assert read_header(with_chunks)[0].chunks
     monkeypatch.setattr(entropy, "_DEARER", 0.0)
     without = entropy.encode(codes)
-    assert not entropy.read_header(without)[0].chunks
+    assert not read_header(without)[0].chunks
     assert len(without) < len(with_chunks) <= 1.005 * len(without)
     assert (entropy.decode(with_chunks, *codes.shape) == codes).all()
     assert (entropy.decode(without, *codes.shape) == codes).all()
@@ -169,7 +170,7 @@ def test_large_blocks_are_chunks_where_they_are_hardly_longer(monkeypatch: pytes
 
 @pytest.mark.parametrize("codes", [large(1.5, 1600), large(0.15)], ids=["a small block", "nearly all zeros"])
 def test_what_a_chunk_would_make_longer_stays_in_the_message(codes: np.ndarray):
-    assert not entropy.read_header(entropy.encode(codes))[0].chunks
+    assert not read_header(entropy.encode(codes))[0].chunks
 
 
 def test_a_block_beyond_one_chunk_is_several(monkeypatch: pytest.MonkeyPatch):
@@ -185,14 +186,14 @@ def test_a_block_beyond_one_chunk_is_several(monkeypatch: pytest.MonkeyPatch):
 def test_a_block_of_more_than_2_24_codes_comes_back():
     codes = np.resize(large(1.5), (8, (1 << 21) + 5))
     stream = entropy.encode(codes)
-    assert entropy.read_header(stream)[0].chunks
+    assert read_header(stream)[0].chunks
     assert (entropy.decode(stream, *codes.shape) == codes).all()
 
 
 def test_wide_codes_come_back_from_chunks():
     codes = np.rint(np.random.default_rng(1).normal(size=(8, 40_000)) * 300).astype(np.int16)
     stream = entropy.encode(codes)
-    assert entropy.read_header(stream)[0].chunks
+    assert read_header(stream)[0].chunks
     assert (entropy.decode(stream, *codes.shape) == codes).all()
 
 
@@ -225,7 +226,7 @@ def test_the_message_is_as_short_as_its_models_allow(monkeypatch: pytest.MonkeyP
 @given(st.integers(1, 32), st.integers(1, 32), st.data())
 def test_any_number_of_classes_can_be_read(rows: int, columns: int, data: st.DataObject):
     """The writer chooses; a reader takes what the header says."""
-    header = entropy.Header(8, -1, 2, rows, columns, 0)
+    header = Header(8, -1, 2, rows, columns, 0)
     even = np.full((1, 2), 128)
     spread = [tables.normalized(np.ones((1, each), np.int64), 8) for each in (rows, columns)]
     classing = Classing(
@@ -243,7 +244,7 @@ def test_any_number_of_classes_can_be_read(rows: int, columns: int, data: st.Dat
         entropy.push(coder, np.concatenate([*pieces, ordered[:0].ravel()]), even[0])
     entropy.push(coder, classing.columns, spread[1][0])
     entropy.push(coder, classing.rows, spread[0][0])
-    stream = entropy.write_header(header) + tables.write_tables(spread, models, 8)
+    stream = write_header(header) + tables.write_tables(spread, models, 8)
     stream += coder.get_compressed().astype("<u4").tobytes()
     expected = [[(0, -1)[symbol] for symbol in row] for row in symbols.tolist()]
     assert entropy.decode(stream, 5, 7).tolist() == expected

@@ -14,6 +14,7 @@ import pytest
 from factorpack.errors import FormatError
 from factorpack.format import chunks, entropy, tables
 from factorpack.format.container import Reader
+from factorpack.format.header import read_header
 from tests.golden.make import CHUNKED, GOLDEN
 from tests.helpers import little_memory
 from tests.pieces import Pieces, take_apart
@@ -150,7 +151,7 @@ def test_hostile_messages(tmp_path: Path, change: Change, message: str):
 
 
 LARGE = take_apart(BLOB).part(CHUNKED, "codes")  # (32, 40), four classes of rows, each a chunk
-LENGTHS = [length for _, length in entropy.read_header(LARGE)[0].chunks]
+LENGTHS = [length for _, length in read_header(LARGE)[0].chunks]
 NAMES, CHUNKS_AT = HEADER, len(LARGE) - sum(LENGTHS)
 FIRST_LENGTH = NAMES + 8
 

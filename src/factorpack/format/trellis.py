@@ -17,6 +17,7 @@ from factorpack.errors import FormatError
 from factorpack.format import entropy, tables
 from factorpack.format.classes import Classing, Symbols, class_counts, fit_classes, one_class
 from factorpack.format.entropy import Codes
+from factorpack.format.header import Header, read_header, write_header
 from factorpack.trellis import Flags, Integers, indices_of, levels_of, machine, quiet_columns, segment_rows
 
 LEAST_ROWS, MOST_ROWS = 16, 1024
@@ -44,10 +45,10 @@ def encode(codes: Codes, states: int, split: int = 0) -> bytes:
             at -= sizes[model]
     entropy.push(coder, 2 * plan.classing.columns + ~quiet, whole[1][0])
     entropy.push(coder, plan.classing.rows, whole[0][0])
-    header = entropy.Header(total_bits, low, len(order), whole[0].size, whole[1].size // 2, split)
+    header = Header(total_bits, low, len(order), whole[0].size, whole[1].size // 2, split)
     words: NDArray[np.uint32] = coder.get_compressed()
     return (
-        entropy.write_header(header)
+        write_header(header)
         + _SEGMENT.pack(segment)
         + tables.write_tables(whole[:2], whole[2], total_bits)
         + words.astype("<u4").tobytes()
@@ -60,13 +61,13 @@ def estimated_bytes(codes: Codes, states: int, split: int = 0) -> int:
     indices, quantizer = indices_of(levels, states, segment_rows(len(levels)))
     low, order, symbols = entropy.numbered(indices)
     _, total_bits, bits = _best(symbols, len(order), quantizer, quiet_columns(levels))
-    header = entropy.Header(total_bits, low, len(order), 1, 1, split)
-    return len(entropy.write_header(header)) + _SEGMENT.size + int(bits) // 8 + 4
+    header = Header(total_bits, low, len(order), 1, 1, split)
+    return len(write_header(header)) + _SEGMENT.size + int(bits) // 8 + 4
 
 
 def decode(data: bytes, rows: int, columns: int, states: int) -> NDArray[np.int32]:
     """The inverse of `encode`."""
-    header, start = entropy.read_header(data)
+    header, start = read_header(data)
     if header.chunks:
         raise FormatError("a path's stream has chunks, which cannot hold it")
     if len(data) < start + _SEGMENT.size:
