@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -171,10 +172,8 @@ def test_the_best_basis_has_the_least_bytes_at_the_loss_it_has(tile: int) -> Non
     other = pose(weight, 0, None, None, 10 - tile, Rounding())
     (best, _), (rival, _) = curve(chosen, 3.0), curve(other, 3.0)
     for loss, size in list(zip(best.losses, best.bytes, strict=True))[2:5]:
-        step = min(
-            (rival.steps[0] * 2 ** (i / 50) for i in range(300)), key=lambda s: abs(rival.loss_at(s) - loss)
-        )
-        assert size < rival.bytes_at(step)
+        octave = np.interp(loss, rival.losses, np.log2(rival.steps))
+        assert size < rival.bytes_at(2.0**octave)
 
 
 def test_transposed_convolutions_are_posed_by_their_output_channels() -> None:

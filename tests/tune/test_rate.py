@@ -12,7 +12,7 @@ from torch import Tensor
 
 import factorpack as fp
 from factorpack.quantize.uniform import code_range
-from factorpack.tune.rate import CodeLengths, RateTerm, fit_lengths
+from factorpack.tune.rate import LengthTable, RateTerm, fit_table
 from factorpack.tune.trainable import QuantizedRows
 from factorpack.tune.trim import trim, without_dead_rows
 from tests.helpers import assert_close, assert_same_encoded, assert_same_tensor, seeded
@@ -30,7 +30,7 @@ def entropy_bits(codes: list[int]) -> float:
     return -sum(count * math.log2(count / total) for count in Counter(codes).values())
 
 
-def in_float64(table: CodeLengths) -> CodeLengths:
+def in_float64(table: LengthTable) -> LengthTable:
     return replace(table, lengths=table.lengths.double())
 
 
@@ -40,7 +40,7 @@ def in_float64(table: CodeLengths) -> CodeLengths:
 @pytest.mark.parametrize("rows", [1, 9, 32])
 def test_a_row_s_code_length_is_its_empirical_entropy(rows: int) -> None:
     codes = bell(rows, 4000, 4, 0.7)
-    table, entropy = fit_lengths(codes, 4)
+    table, entropy = fit_table(codes, 4)
     assert table.lengths.shape == (rows, 16)
     expected = [entropy_bits(row) for row in codes.tolist()]
     assert entropy.item() == pytest.approx(sum(expected), rel=1e-12)
@@ -50,7 +50,7 @@ def test_a_row_s_code_length_is_its_empirical_entropy(rows: int) -> None:
 
 def test_many_rows_share_tables_with_rows_like_them() -> None:
     codes = bell(200, 400, 3, 0.4)
-    table, entropy = fit_lengths(codes, 3)
+    table, entropy = fit_table(codes, 3)
     assert table.lengths.shape == (16, 8)
     groups = [codes[table.group_of == group].reshape(-1).tolist() for group in range(16)]
     assert entropy.item() == pytest.approx(sum(map(entropy_bits, groups)), rel=1e-12)
@@ -60,7 +60,7 @@ def test_many_rows_share_tables_with_rows_like_them() -> None:
 
 
 def test_few_codes_share_one_table() -> None:
-    assert fit_lengths(bell(9, 20, 8, 20.0), 8)[0].lengths.shape == (1, 256)
+    assert fit_table(bell(9, 20, 8, 20.0), 8)[0].lengths.shape == (1, 256)
 
 
 def gapped(_: int) -> Tensor:
@@ -71,7 +71,7 @@ def gapped(_: int) -> Tensor:
     "codes", [bell(5, 3000, 4, 1.0), bell(3, 8000, 4, 4.0), gapped(0), torch.zeros(4, 99, dtype=torch.int8)]
 )
 def test_tables_rise_away_from_their_cheapest_code(codes: Tensor) -> None:
-    lengths = fit_lengths(codes, 4)[0].lengths
+    lengths = fit_table(codes, 4)[0].lengths
     for row in lengths:
         cheapest = int(row.argmin())
         steps = row.diff()
@@ -82,7 +82,7 @@ def test_tables_rise_away_from_their_cheapest_code(codes: Tensor) -> None:
 def test_wide_codes_are_smoothed() -> None:
     """Noise in single counts is larger than the slope they are there to tell."""
     codes = (24 * seeded(1, 20000)).round().clamp(-128, 127).to(torch.int8)
-    table, entropy = fit_lengths(codes, 8)
+    table, entropy = fit_table(codes, 8)
     slopes = table.lengths[0].diff()[128 : 128 + 48]
     expected = (torch.arange(48) + 0.5) / 24**2 / math.log(2)  # of a Gaussian's logarithm
     # Neighbouring windows of 13 codes differ in one count each; at two deviations a count is least sure.
@@ -94,7 +94,7 @@ def test_wide_codes_are_smoothed() -> None:
 
 def test_codes_of_sixteen_bits() -> None:
     codes = (2000 * seeded(3, 500)).round().to(torch.int16)
-    table, entropy = fit_lengths(codes, 16)
+    table, entropy = fit_table(codes, 16)
     assert table.lengths.shape == (1, 65536)
     assert entropy.item() == pytest.approx(entropy_bits(codes.reshape(-1).tolist()), rel=1e-12)
     assert bool(table.at(codes.float()).isfinite().all())
@@ -107,7 +107,7 @@ def test_the_gradient_is_that_of_the_interpolated_table() -> None:
     """With respect to the numbers and to the scales, against differences in float64."""
     rows = QuantizedRows(bell(6, 4000, 6, 2.5), torch.full((6, 1), 0.125), 6).double()
     rows.scale_dtype = torch.float64  # the stored scale is then the one that learns, without rounding
-    table = in_float64(fit_lengths(rows.codes(), 6)[0])
+    table = in_float64(fit_table(rows.codes(), 6)[0])
     with torch.no_grad():
         rows.numbers.add_(0.02 * seeded(6, 4000, dtype=torch.float64, seed=1))
         rows.growth.add_(0.1 * seeded(6, 1, dtype=torch.float64, seed=2))
@@ -145,7 +145,7 @@ def test_it_pulls_to_cheaper_codes_and_scales_up() -> None:
 
 
 def test_beyond_the_range_the_slope_leads_back() -> None:
-    table, _ = fit_lengths(bell(1, 3000, 3, 1.0), 3)
+    table, _ = fit_table(bell(1, 3000, 3, 1.0), 3)
     unit = torch.tensor([[-9.0, 30.0]], requires_grad=True)
     bits = table.at(unit)
     assert_same_tensor(bits.detach(), table.lengths[:, [0, 7]])
@@ -200,7 +200,7 @@ def test_trimming_saves_what_it_is_asked_for(share: float) -> None:
         for index, each in enumerate(rows):
             each.numbers.add_(0.01 * seeded(4, 5000, seed=index))
     before = [each.codes() for each in rows]
-    tables = [fit_lengths(codes, 4)[0] for codes in before]
+    tables = [fit_table(codes, 4)[0] for codes in before]
     term = RateTerm(rows, 40000)
     start = term.refresh()
     moved = trim(rows, share * start)

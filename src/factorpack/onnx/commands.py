@@ -23,7 +23,7 @@ console = Console(highlight=False, markup=False, soft_wrap=True)
 def export(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A packed file.", show_default=False)],
     model: Model,
-    onnx: Annotated[Path, typer.Option(help="The .onnx file to write.", show_default=False)],
+    onnx: Annotated[Path, typer.Option("--onnx", "-o", help="The .onnx file to write.", show_default=False)],
     opset: Annotated[int, typer.Option(help="ONNX operator set, 18 or above.")] = 21,
     image_size: ImageSize = 224,
     dynamic_batch: Annotated[

@@ -33,24 +33,15 @@ class Curve:
         """Interpolated; below the finest step a halving costs a bit a weight, above the coarsest nothing changes."""
         if step <= self.steps[0]:
             return self.bytes[0] + self.numel / 8 * log2(self.steps[0] / step)
-        return _between(self.steps, self.bytes, step)
-
-    def loss_at(self, step: float) -> float:
-        if step <= self.steps[0]:
-            return self.losses[0] * (step / self.steps[0]) ** 2
-        return _between(self.steps, self.losses, step)
+        if step >= self.steps[-1]:
+            return self.bytes[-1]
+        right = bisect_left(self.steps, step)
+        share = log2(step / self.steps[right - 1]) / log2(self.steps[right] / self.steps[right - 1])
+        return self.bytes[right - 1] + share * (self.bytes[right] - self.bytes[right - 1])
 
     def nearest(self, step: float) -> int:
         """The place of the step, of those on the curve, that is nearest in octaves."""
         return min(range(len(self.steps)), key=lambda place: abs(log2(self.steps[place] / step)))
-
-
-def _between(steps: Sequence[float], values: Sequence[float], step: float) -> float:
-    if step >= steps[-1]:
-        return values[-1]
-    right = bisect_left(steps, step)
-    share = log2(step / steps[right - 1]) / log2(steps[right] / steps[right - 1])
-    return values[right - 1] + share * (values[right] - values[right - 1])
 
 
 def allocate(curves: Mapping[str, Curve], budget: float) -> dict[str, float]:

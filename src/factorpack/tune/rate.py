@@ -25,7 +25,7 @@ _UNSEEN = 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CodeLengths:
+class LengthTable:
     """Bits a code, (g, symbols), rising away from each table's cheapest; and each row's table, (r,)."""
 
     lengths: Tensor
@@ -49,7 +49,7 @@ class CodeLengths:
         return codes + (cheapest - codes).sign()
 
 
-def fit_lengths(codes: Tensor, bits: int) -> tuple[CodeLengths, Tensor]:
+def fit_table(codes: Tensor, bits: int) -> tuple[LengthTable, Tensor]:
     """Tables for codes (r, n) of a width, and the codes' empirical entropy in bits under their groups'."""
     low, high = code_range(bits)
     group_of = _groups(codes, high - low + 1)
@@ -58,7 +58,7 @@ def fit_lengths(codes: Tensor, bits: int) -> tuple[CodeLengths, Tensor]:
     entropy = -(counts * (counts / total).clamp_min(1e-300).log2()).sum()
     smooth = _smoothed(counts).clamp_min(_UNSEEN)
     lengths = _rising(-(smooth / total).log2())
-    return CodeLengths(lengths.float(), group_of, low), entropy
+    return LengthTable(lengths.float(), group_of, low), entropy
 
 
 def _groups(codes: Tensor, symbols: int) -> Tensor:
@@ -113,13 +113,13 @@ class RateTerm:
 
     def __init__(self, rows: Sequence[QuantizedRows], weights: int) -> None:
         self.rows, self.weights = rows, max(weights, 1)
-        self.tables: list[CodeLengths] = []
+        self.tables: list[LengthTable] = []
         self.refresh()
 
     def refresh(self) -> float:
         """The codes' entropy in bits, after fitting the tables to it."""
         with torch.no_grad():
-            fitted = [fit_lengths(rows.codes(), rows.bits) for rows in self.rows]
+            fitted = [fit_table(rows.codes(), rows.bits) for rows in self.rows]
         self.tables = [table for table, _ in fitted]
         return sum(entropy.item() for _, entropy in fitted)
 
@@ -134,7 +134,7 @@ class RateTerm:
     def load(self, state: list[list[Any]]) -> None:
         device = [rows.numbers.device for rows in self.rows]
         self.tables = [
-            CodeLengths(lengths.to(where), group_of.to(where), int(low))
+            LengthTable(lengths.to(where), group_of.to(where), int(low))
             for (lengths, group_of, low), where in zip(state, device, strict=True)
         ]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from factorpack.decode import LAYOUTS
 from factorpack.record import Encoded
-from factorpack.tune.rate import fit_lengths
+from factorpack.tune.rate import fit_table
 from factorpack.tune.trainable import QuantizedRows
 
 Curvature = Callable[[Tensor], Tensor | None]
@@ -44,7 +44,7 @@ def trim(rows: Sequence[QuantizedRows], bits: float, curvature: Curvature | None
 def _moves(rows: QuantizedRows, curvature: Curvature | None) -> tuple[Tensor, Tensor, Tensor]:
     """What moving each code would cost a bit saved, the bits it would save, and where it would go."""
     codes, unit = rows.codes().float(), rows.unit()
-    table, _ = fit_lengths(codes, rows.bits)
+    table, _ = fit_table(codes, rows.bits)
     cheaper = table.cheaper(codes)
     saving = table.at(codes) - table.at(cheaper)
     worse = (unit - cheaper).square() - (unit - codes).square()
