@@ -14,7 +14,7 @@ from factorpack.format.whole import file_bytes
 from factorpack.model import Packed
 from factorpack.tune import reconstruct as reconstruction
 from factorpack.tune.blocks import blocks_of
-from factorpack.tune.rate import fit_lengths
+from factorpack.tune.rate import fit_table
 from factorpack.tune.reconstruct import reconstruct
 from factorpack.tune.steer import Controller
 from tests.helpers import assert_same_encoded, seeded
@@ -107,7 +107,7 @@ def test_blocks_come_closer_on_inputs_held_out_and_the_file_does_not_grow(method
 
 def coded_bits(packed: Packed) -> float:
     parts = [(each.parts[part], bits) for each in packed.values() for part, bits in each.bits.items()]
-    return sum(fit_lengths(codes, bits)[1].item() for codes, bits in parts)
+    return sum(fit_table(codes, bits)[1].item() for codes, bits in parts)
 
 
 def test_codes_take_no_more_bits_even_where_steering_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,12 +96,14 @@ def test_the_file_meets_its_target(tmp_path: Path, method: Any, ratio: float) ->
 
 @pytest.mark.parametrize("ratio", [14.0, 20.0])
 def test_a_few_steps_are_not_enough_to_train_but_the_file_meets_it(ratio: float) -> None:
-    """What training leaves over is closed by the codes that lose least."""
-    packed = tune(fp.Schedule(epochs=1, learning_rate=1e-5, target_ratio=ratio))
+    """What training leaves over is closed by the codes that lose least, and that is said."""
+    with pytest.warns(UserWarning, match=r"after 14 of 20 steps the file is still .* times its target"):
+        packed = tune(fp.Schedule(epochs=1, learning_rate=1e-5, target_ratio=ratio))
     budget = packed.size().original_bytes / ratio
     assert 0.99 * budget <= file_bytes(packed, packed.aliases) <= budget
 
 
+@pytest.mark.filterwarnings("ignore:after 14 of 20 steps")
 def test_what_is_left_over_is_trimmed_while_training_can_still_make_up_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

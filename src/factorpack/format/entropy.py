@@ -73,7 +73,7 @@ class Plan:
 def encode(codes: Codes, split: int = 0) -> bytes:
     """Entropy codes a matrix of at least one code, (r, n); `split` is the number of rows of another view."""
     low, order, symbols = numbered(codes)
-    plan, total_bits = _best(symbols, len(order), split)
+    plan, total_bits, _ = _best(symbols, len(order), split)
     classing, whole = plan.classing, plan.tables(total_bits)
     ordered = viewed(symbols, plan.split)[np.argsort(classing.rows, kind="stable")]
     ordered = ordered[:, np.argsort(classing.columns, kind="stable")]
@@ -101,8 +101,8 @@ def estimated_bytes(codes: Codes, split: int = 0) -> int:
     Where chunks save the tables of hundreds of symbols, the stream is some percent shorter than this.
     """
     low, order, symbols = numbered(codes)
-    plan, total_bits = _best(symbols, len(order), split)
-    coded = plan.bits(total_bits) / 8
+    plan, total_bits, bits = _best(symbols, len(order), split)
+    coded = bits / 8
     large = int((plan.counts[2].sum(1) >= chunks.FEWEST).sum())
     header = Header(total_bits, low, len(order), 1, 1, plan.split)
     # Half a word is lost at the end, on average.
@@ -219,16 +219,16 @@ def pop(coder: Coder, count: int, frequencies: Counts) -> NDArray[np.int32]:
     return found
 
 
-def _best(symbols: Symbols, size: int, split: int) -> tuple[Plan, int]:
-    """The shortest plan found, and its total."""
+def _best(symbols: Symbols, size: int, split: int) -> tuple[Plan, int, float]:
+    """The shortest plan found, its total, and its bits without the header."""
     choices = [
         (plan.bits(total_bits), number, total_bits, plan)
         for number, plan in enumerate(_plans(symbols, size, split))
         for total_bits in TOTALS
         if plan.fits(total_bits)
     ]
-    _, _, total_bits, plan = min(choices, key=lambda choice: choice[:3])
-    return plan, total_bits
+    bits, _, total_bits, plan = min(choices, key=lambda choice: choice[:3])
+    return plan, total_bits, bits
 
 
 def _plans(symbols: Symbols, size: int, split: int) -> Iterator[Plan]:

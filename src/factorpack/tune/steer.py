@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,8 @@ _RAMP = 0.5  # of the steps lead to the size, the others are for training at it
 _FIRST_OVER, _OVER = 0.06, 0.005
 """How far above its budget a run aims before and after that: codes that have become zero seldom come back,
 so a size is come to from above."""
+_FAR = 1.3
+"""Times its budget a file may have when the gap is closed, without a warning."""
 _ROUNDS = 200
 _GAIN = 20.0
 
@@ -82,6 +85,7 @@ class Steering:
         if not self.budget:
             return
         if done == self.trim_at:
+            self._warn_if_far(done)
             self._trim(int((1 + _OVER) * self.budget))
             size, self.controller.soft = self._estimate(), 0.0
         if done % self.measure_every == 0 or done == self.trim_at:
@@ -89,6 +93,16 @@ class Steering:
             self.other_bytes += self.measure() - size
             size = self._estimate()
         self._steer(size, done / self.steps)
+
+    def _warn_if_far(self, done: int) -> None:
+        share = self.measure() / self.budget
+        if share > _FAR:
+            warnings.warn(
+                f"after {done} of {self.steps} steps the file is still {share:.2g} times its target, and what is "
+                f"left is cut at once, which costs accuracy: train for more steps, or start from a file that "
+                f"is nearer to {self.budget} bytes",
+                stacklevel=2,
+            )
 
     def _steer(self, size: float, time: float) -> None:
         # Numbers move as far as learning rates let them: what is left of that is the time there is.
