@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import doctest
 import importlib
+import inspect
+import json
 import os
 import pkgutil
 import re
@@ -21,6 +23,7 @@ import typer
 from torch import nn
 
 import factorpack
+from benchmarks.run import EXPERIMENTS, RESULTS, STUDIES
 from factorpack.cli import app
 from factorpack.model import DEFAULT_METHOD
 from factorpack.plan.families import FAMILIES
@@ -165,6 +168,22 @@ def test_the_recipe_that_docs_show_is_one() -> None:
 
 def test_the_tables_are_what_the_results_say() -> None:
     subprocess.run([sys.executable, "-m", "benchmarks.tables", "--check"], check=True, cwd=ROOT)
+
+
+CASES = sorted(EXPERIMENTS.rglob("*.toml"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.parent.name}/{case.stem}")
+def test_an_experiment_fits_its_study_and_its_result_is_of_its_settings(case: Path) -> None:
+    """So the command under a table makes that table."""
+    settings = tomllib.loads(case.read_text())
+    stored = RESULTS / case.parent.name / f"{case.stem}.json"
+    if stored.exists():
+        assert json.loads(stored.read_text())["settings"] == settings
+    if case.parent.name == "kernels":
+        pytest.importorskip("triton", reason="kernels are measured where there is triton")
+    study = importlib.import_module(STUDIES[case.parent.name])
+    inspect.signature(study.run).bind(**settings)
 
 
 def test_readme_names_the_test_command() -> None:
