@@ -29,20 +29,25 @@ def save_pretrained(packed: Packed, folder: str | Path, like: Any) -> Packed:
 
     >>> fp.save_pretrained(packed, "small-llama", like="llama")  # doctest: +SKIP
     """
-    if hasattr(like, "config") and hasattr(like.config, "save_pretrained"):
-        with tempfile.TemporaryDirectory() as plain:
-            like.config.architectures = like.config.architectures or [type(like).__name__]
-            like.config.save_pretrained(plain)
-            return write_folder(folder, open_folder(plain), _writes(packed))
-    if hasattr(like, "save_config"):
-        with tempfile.TemporaryDirectory() as plain:
-            like.save_config(plain)
-            return write_folder(folder, open_folder(plain), _writes(packed))
     if isinstance(like, str | Path):
         return write_folder(folder, open_folder(like), _writes(packed))
-    raise SourceError(
-        f"a packed folder is like a {type(like).__name__}, expected a folder or a model of transformers or diffusers"
-    )
+    with tempfile.TemporaryDirectory() as plain:
+        _save_config(like, plain)
+        return write_folder(folder, open_folder(plain), _writes(packed))
+
+
+def _save_config(model: Any, folder: str) -> None:
+    """A config of transformers saves itself; of diffusers it is the model that does."""
+    if hasattr(model, "config") and hasattr(model.config, "save_pretrained"):
+        model.config.architectures = model.config.architectures or [type(model).__name__]
+        model.config.save_pretrained(folder)
+    elif hasattr(model, "save_config"):
+        model.save_config(folder)
+    else:
+        raise SourceError(
+            f"a packed folder is like a {type(model).__name__}, expected a folder or a model of transformers "
+            "or diffusers"
+        )
 
 
 def write_folder(target: str | Path, like: Folder, write: Callable[[Path], object]) -> Packed:
