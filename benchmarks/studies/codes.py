@@ -415,7 +415,7 @@ def _round_trip(weight: Weight, step: float, states: int, price: float) -> dict[
     back = read(words, classing.rows, classing.columns, frequencies, order, trellis(states))
     dependent = time.perf_counter() - started
     assert (back == indices).all()
-    expected = message_bits(counts, frequencies, 14) / 8
+    expected = message_bits(counts, frequencies, 14).sum() / 8
     assert abs(4 * len(words) - expected) < 16, f"{4 * len(words)} bytes written, {expected} expected"
     plain = _rounded(weight, step / TRELLIS_STEP, HIGH_RATE).astype(np.int16)
     data = entropy.encode(plain)

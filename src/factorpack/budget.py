@@ -68,8 +68,10 @@ def compress_to_loss(work: Work, max_loss: float) -> tuple[dict[str, Encoded], d
         return best
 
 
-def budget_bytes(source: Source, ratio: float | None) -> int:
-    """Bytes of a file `ratio` times smaller than the checkpoint in FP32."""
+def budget_bytes(source: Source, ratio: float | None, max_bytes: int | None = None) -> int:
+    """`max_bytes` where it is given, else bytes of a file `ratio` times smaller than the checkpoint in FP32."""
+    if max_bytes is not None:
+        return max_bytes
     if not isinstance(ratio, int | float) or not 1 < ratio < 1e6:
         raise PlanError(f"ratio is {ratio!r}, expected a number above 1")
     return int(source_bytes(source) / ratio)

@@ -209,7 +209,7 @@ def compress(
         if max_loss is not None:
             tensors, measured = compress_to_loss(work, max_loss)
         else:
-            wanted = max_bytes if max_bytes is not None else budget_bytes(opened, ratio)
+            wanted = budget_bytes(opened, ratio, max_bytes)
             tensors, measured = compress_to_budget(work, wanted)
         packed = Packed(tensors, opened.aliases)
         packed.curves = measured
@@ -261,7 +261,7 @@ def compress_to(
     else:
         if len(budgets) > 1 or method is not None:
             raise PlanError("give one of a method, ratio and max_bytes")
-        wanted = max_bytes if max_bytes is not None else budget_bytes(opened, ratio)
+        wanted = budget_bytes(opened, ratio, max_bytes)
         settings = (planner or Planner(), rules.layers, rules.exclude)
         work = Work(opened, None, None, *settings, progress=progress)
         compress_to_budget_in_parts(Path(path), source, work, wanted, engine)

@@ -60,14 +60,14 @@ def joined_bytes(lengths: Sequence[int]) -> int:
 
 
 class Chunks:
-    """The blocks of `joined` chunks of known lengths, one after the other; the bytes may be anything."""
+    """The blocks of `joined` chunks of known lengths, that begin at a place; the bytes may be anything."""
 
-    def __init__(self, data: bytes, lengths: Sequence[int]) -> None:
+    def __init__(self, data: bytes, start: int, lengths: Sequence[int]) -> None:
         self._data, self._lengths = data, iter(lengths)
-        self._at = len(_VERSION)
+        self._at = start + len(_VERSION)
         if lengths:
             try:
-                self._reader, _ = wrapped.FileDecompressor.new(data[: self._at])
+                self._reader, _ = wrapped.FileDecompressor.new(data[start : self._at])
             except RuntimeError as error:
                 raise FormatError(f"the chunks are of another version: {error}") from error
 

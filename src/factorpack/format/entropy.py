@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from factorpack.errors import FormatError
 from factorpack.format import chunks, tables
-from factorpack.format.chunks import Chunks
+from factorpack.format.chunks import Chunks, Kind
 from factorpack.format.classes import (
     Classing,
     Symbols,
@@ -61,9 +61,9 @@ class Plan:
         """Bits of tables and message."""
         whole = self.tables(total_bits)
         pairs = zip(self.counts, whole, strict=True)
-        message = sum(tables.message_bits(counts, each, total_bits) for counts, each in pairs)
+        message = sum(tables.message_bits(counts, each, total_bits).sum() for counts, each in pairs)
         models, symbols = whole[2].shape
-        written = sum(tables.table_bits(each, total_bits) for each in whole)
+        written = sum(tables.table_bits(each, total_bits).sum() for each in whole)
         return float(message + written + models * tables.size_bits(symbols))
 
     def fits(self, total_bits: int) -> bool:
@@ -111,15 +111,11 @@ def estimated_bytes(codes: Codes, split: int = 0) -> int:
 
 def _chunked(blocks: list[Symbols], counts: Counts, frequencies: Counts, total_bits: int) -> dict[int, bytes]:
     """Chunks by model: of the blocks that grow least for a code, as many as leave the stream hardly longer."""
-    models = [slice(model, model + 1) for model in range(len(blocks))]
-    bits = [
-        tables.message_bits(counts[own], frequencies[own], total_bits)
-        + tables.table_bits(frequencies[own], total_bits)
-        for own in models
-    ]
+    message = tables.message_bits(counts, frequencies, total_bits)
+    coded = (message + tables.table_bits(frequencies, total_bits)) / 8  # bytes by model
     found = {model: chunk for model, block in enumerate(blocks) if (chunk := chunks.chunk_of(block))}
-    dearer = {model: len(chunk) + chunks.LENGTH.size - bits[model] / 8 for model, chunk in found.items()}
-    left, kept = _DEARER * sum(bits) / 8, []
+    dearer = {model: len(chunk) + chunks.LENGTH.size - coded[model] for model, chunk in found.items()}
+    left, kept = _DEARER * float(coded.sum()), []
     for model in sorted(found, key=lambda model: dearer[model] / len(blocks[model])):
         if dearer[model] <= left:
             left -= dearer[model]
@@ -143,7 +139,7 @@ def decode(data: bytes, rows: int, columns: int) -> Codes:
     coder = coder_of(data[start + taken : end])
     height = header.split or rows
     classing = Classing(pop(coder, height, of_rows), pop(coder, rows * columns // height, of_columns))
-    codes = _pop_matrix(coder, Chunks(data[end:], lengths), classing, models, header)
+    codes = _pop_matrix(coder, Chunks(data, end, lengths), classing, models, header)
     if not coder.is_empty():
         raise FormatError("an entropy-coded message is longer than its codes")
     return unviewed(codes, header.split, rows)
@@ -276,7 +272,7 @@ def _codes_of(symbols: Symbols, order: Codes) -> Codes:
     return np.frombuffer(symbols.tobytes().translate(table), np.int8)
 
 
-def _held(size: int) -> type[np.uint8] | type[np.uint16]:
+def _held(size: int) -> Kind:
     return np.uint8 if size <= 256 else np.uint16
 
 

@@ -38,8 +38,8 @@ def normalized(counts: Counts, total_bits: int) -> Counts:
     return frequencies
 
 
-def message_bits(counts: Counts, frequencies: Counts, total_bits: int) -> float:
-    """Bits a message of symbols that occur `counts` times takes, (g, m) each.
+def message_bits(counts: Counts, frequencies: Counts, total_bits: int) -> NDArray[np.float64]:
+    """Bits that symbols which occur `counts` times, (g, m), take in a message by each of the tables: (g,).
 
     constriction gives symbol i of s the numbers from F_i (2^24 - s) / 2^t, rounded down, plus i on.
     """
@@ -47,7 +47,7 @@ def message_bits(counts: Counts, frequencies: Counts, total_bits: int) -> float:
     np.cumsum(frequencies, 1, out=begin[:, 1:])
     begin *= (1 << _MODEL_BITS) - used(frequencies)[:, None]
     shares = np.diff(begin >> total_bits, axis=1) + 1
-    return float((counts * (_MODEL_BITS - np.log2(shares))).sum())
+    return np.asarray((counts * (_MODEL_BITS - np.log2(shares))).sum(1))
 
 
 def model(frequencies: Counts) -> object:
@@ -65,12 +65,12 @@ def used(frequencies: Counts) -> Counts:
     return np.asarray(size - (frequencies[:, ::-1] > 0).argmax(1))
 
 
-def table_bits(frequencies: Counts, total_bits: int) -> int:
-    """Bits that tables of (g, m) take in `write_tables`, their sizes left out."""
+def table_bits(frequencies: Counts, total_bits: int) -> Counts:
+    """Bits that each table of (g, m) takes in `write_tables`, its size left out: (g,)."""
     stored = _stored(frequencies)
     lengths = _lengths(frequencies[:, 1:])
     each = _steps(lengths, total_bits) + 1 + np.maximum(lengths - 1, 0)
-    return int(each[stored].sum())
+    return np.asarray((each * stored).sum(1))
 
 
 def size_bits(symbols: int) -> int:

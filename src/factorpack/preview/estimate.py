@@ -116,7 +116,7 @@ def plan(
     name, rules = asked(recipe, opened, method, layers or {}, exclude, DEFAULT_METHOD, bool(budgets))
     if not budgets:
         return _preview(opened, _by_rules(opened, rules), name)
-    wanted = max_bytes if max_bytes is not None else budget_bytes(opened, ratio)
+    wanted = budget_bytes(opened, ratio, max_bytes)
     shared_out = planned(opened, rules, planner or Planner(), wanted)
     preview = _preview(opened, _by_budget(opened, shared_out), name)
     return replace(
