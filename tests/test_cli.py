@@ -158,7 +158,7 @@ def test_the_source_is_never_overwritten(
 ) -> None:
     before = checkpoint.read_bytes()
     assert run(monkeypatch, "compress", checkpoint, "-o", checkpoint) == 2
-    assert "is the checkpoint itself" in capsys.readouterr().err
+    assert "is read by this command" in capsys.readouterr().err
     assert checkpoint.read_bytes() == before
 
 

@@ -26,10 +26,12 @@ from factorpack.methods import METHODS
 from factorpack.model import DEFAULT_METHOD
 from factorpack.onnx.commands import export
 from factorpack.page import report
+from factorpack.plan.families import recipe_file
 from factorpack.preview.commands import asked_method, preview, recipes, say_recipe, with_choices_of
 from factorpack.report.tables import human_bytes, plain, printable, size_json, size_table
 from factorpack.report.verify import verify as verify_packed
 from factorpack.size import SizeReport
+from factorpack.source import check_output
 from factorpack.tune.commands import compress_into_budget, finetune
 
 # A pipe has no width: 80 columns would fold every line of a table.
@@ -146,8 +148,11 @@ def compress(
         factorpack compress folder/ -o small.safetensors --method scalar --bits 4 --engine local --workers 8
     """
     spread_over = engine_of(engine, workers)
-    if output.resolve() == source.resolve():
-        raise PlanError(f"{output} is the checkpoint itself: choose another file to write")
+    for written in (output, curves):
+        if written is not None:
+            check_output(written, source, calibration, recipe_file(recipe))
+    if curves is not None:
+        check_output(output, curves)
     settings = {
         "rank": rank,
         "latent_bits": latent_bits,
@@ -240,6 +245,7 @@ def inspect(
 
 def decode(file: PackedFile, output: Output, as_json: Json = False) -> None:
     """Write the decoded weights as an ordinary .safetensors checkpoint."""
+    check_output(output, file)
     fp.export(fp.load(file), output, progress=not as_json)
     written = output.stat().st_size
     if as_json:

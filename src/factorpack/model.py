@@ -24,7 +24,7 @@ from factorpack.methods import QSPCA, Method, samples_of
 from factorpack.methods.protocol import wants_moments
 from factorpack.parts import compress_in_parts, encode
 from factorpack.plan.curves import Curve
-from factorpack.plan.families import asked
+from factorpack.plan.families import asked, recipe_file
 from factorpack.plan.planner import Planner, Work
 from factorpack.plan.rules import Choice
 from factorpack.progress import Progress
@@ -32,7 +32,7 @@ from factorpack.record import DTYPES, Encoded, LayerMoments, LayerSample
 from factorpack.runtime.apply import Applied, Mode, apply
 from factorpack.size import SizeReport, size_report
 from factorpack.solve.moments import has_moments
-from factorpack.source import Source, open_source, weight_of
+from factorpack.source import Source, check_output, open_source, weight_of
 
 DEFAULT_METHOD = QSPCA(rank=256, latent_bits=5)
 
@@ -246,6 +246,8 @@ def compress_to(
 
     >>> fp.compress_to("packed.safetensors", "folder/", fp.Scalar(4), engine=Local(8))  # doctest: +SKIP
     """
+    if isinstance(source, str | Path):
+        check_output(Path(path), source, recipe_file(recipe))
     budgets = [budget for budget in (ratio, max_bytes) if budget is not None]
     if budgets and engine is None:
         budget: dict[str, Any] = {"ratio": ratio, "max_bytes": max_bytes, "planner": planner}
@@ -282,6 +284,7 @@ def load(path: str | Path) -> Packed:
 
 def export(packed: Packed, path: str | Path, progress: bool = True) -> None:
     """Writes the decoded weights as an ordinary safetensors file, holding one tensor at a time."""
+    check_output(Path(path), packed.path)
     names = [*packed, *packed.aliases]
     encoded = packed.shapes()
     with Progress("decoding", sum(torch.Size(encoded[name][1]).numel() for name in names), progress) as bar:

@@ -17,7 +17,7 @@ from factorpack.plan.curves import load_curves
 from factorpack.report.facts import ComparisonFacts, PointFacts, gather
 from factorpack.report.html import write_page
 from factorpack.report.tables import human_bytes, printable
-from factorpack.source import model_from
+from factorpack.source import check_output, model_from
 from factorpack.tune.commands import Json
 
 # One line each, whatever the width, and brackets in a path are no markup.
@@ -53,9 +53,7 @@ def report(
         factorpack report resnet18.packed.safetensors -o report.html --original resnet18.safetensors
         --compare comparison/compare.json --curves curves.json
     """
-    read = [file, *(compare or []), *([curves] if curves else []), *([Path(original)] if original else [])]
-    if output.resolve() in {path.resolve() for path in read}:
-        raise PlanError(f"{output} is what the report is made from: choose another file to write")
+    check_output(output, file, curves, original, *(compare or []))
     if output.exists() and not force:
         raise PlanError(f"{output} is there already: choose another file, or replace it with --force")
     known = None

@@ -151,7 +151,7 @@ class Grid:
         seconds = time.perf_counter() - started
         error = weight_error(start, packed)
         trained = self._trained(packed, start, ratio if name == PLANNED else 0.0)
-        path = self.folder / f"{name}-{ratio:g}.packed.safetensors"
+        path = self.folder / _packed_name(name, ratio)
         self.folder.mkdir(parents=True, exist_ok=True)
         save(packed if name == PLANNED and not trained else self._small(packed), path)
         loaded = load(path)
@@ -218,7 +218,21 @@ class Grid:
         return point
 
     def _path(self, name: str, ratio: float) -> Path:
-        return self.folder / f"{name}-{ratio:g}.json"
+        return self.folder / _point_name(name, ratio)
+
+
+def files_of(methods: Sequence[str], ratios: Sequence[float]) -> list[str]:
+    """The names of all files that points of these methods and ratios are kept in."""
+    pairs = [(name, ratio) for name in methods for ratio in ratios]
+    return [make(name, ratio) for name, ratio in pairs for make in (_packed_name, _point_name)]
+
+
+def _packed_name(method: str, ratio: float) -> str:
+    return f"{method}-{ratio:g}.packed.safetensors"
+
+
+def _point_name(method: str, ratio: float) -> str:
+    return f"{method}-{ratio:g}.json"
 
 
 def compare(model: nn.Module, ratios: Sequence[float], folder: str | Path, **settings: Any) -> list[Point]:

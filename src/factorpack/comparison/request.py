@@ -12,19 +12,21 @@ from torch import nn
 
 from factorpack.budget import source_bytes
 from factorpack.budgeter import MOMENT_BYTES
-from factorpack.comparison.grid import Evaluate, Grid, Point
+from factorpack.comparison.grid import Evaluate, Grid, Point, files_of
 from factorpack.comparison.opponents import PLANNED, chosen
 from factorpack.engine import Engine, Task, outcomes
 from factorpack.errors import PlanError
 from factorpack.format.locked import locked
 from factorpack.parts import BASE_BYTES
 from factorpack.plan.planner import Planner
-from factorpack.source import model_from, open_source
+from factorpack.source import check_output, model_from, open_source
 from factorpack.tune.commands import device, weights_into
 from factorpack.tune.evaluate import evaluate
 from factorpack.tune.images import ImageFolder, image_folder, loader, unlabelled
 from factorpack.tune.schedule import Schedule
 
+WRITTEN = ("compare.json", "compare.md", "compare.png", "compare.svg")
+"""What a comparison leaves beside its points and their files."""
 COPIES = 6
 """Of a model in FP32 that a point takes at most: originals, decoded ones, and what measures them."""
 
@@ -55,6 +57,8 @@ class Request:
         """
         if self.epochs and self.data is None:
             raise PlanError("--epochs trains on pictures: say where they are with --data")
+        for written in (*WRITTEN, *files_of(chosen(self.methods), self.ratios)):
+            check_output(self.output / written, self.source, self.calibration, self.data)
         grid = self.grid(progress)
         grid.check()
         self.output.mkdir(parents=True, exist_ok=True)

@@ -19,6 +19,7 @@ from factorpack.errors import PlanError, SourceError
 from factorpack.format.atomic import atomic_write
 from factorpack.model import Packed
 from factorpack.onnx.proto import optimised, pack_initialisers, strip_traces
+from factorpack.source import check_output
 
 LEAST_OPSET = 18
 """The first that can take bits apart, and the first torch's exporter writes."""
@@ -56,6 +57,7 @@ def export_onnx(
     _expect_onnx()
     if opset < LEAST_OPSET:
         raise PlanError(f"opset is {opset}, allowed are {LEAST_OPSET} and above")
+    check_output(Path(path), packed.path)
     # The decoded weights go along: whatever the graph holds under no name of ours is then right all the same.
     decoded = packed.load_into(copy.deepcopy(model).cpu()).eval()
     proto = optimised(_traced(decoded, example, opset, dynamic_batch), packed)

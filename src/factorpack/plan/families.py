@@ -51,6 +51,12 @@ def named_recipe(wanted: str | Path, source: Source, fallback: Method) -> tuple[
     return str(wanted), read_recipe(wanted, fallback)
 
 
+def recipe_file(recipe: str | Path | None) -> Path | None:
+    """The file that a recipe is read from; None where it is a family's, or none."""
+    is_file = recipe is not None and recipe not in (AUTO, NONE, *FAMILIES) and Path(recipe).is_file()
+    return Path(recipe) if recipe is not None and is_file else None
+
+
 def asked(
     recipe: str | Path | None,
     source: Source,

@@ -24,7 +24,7 @@ from factorpack.plan.planner import Planner
 from factorpack.plan.recipe import Recipe, read_recipe
 from factorpack.plan.rules import Rules
 from factorpack.runtime.apply import LayerReport, Mode
-from factorpack.source import model_from, open_source
+from factorpack.source import check_output, model_from, open_source
 from factorpack.tune.evaluate import Accuracy
 from factorpack.tune.evaluate import evaluate as measure
 from factorpack.tune.finetune import Schedule, is_main_process
@@ -154,6 +154,8 @@ def finetune(
     state = checkpoint or output.with_name(f"{output.name}.checkpoint")
     for target in (output, state):
         check_target(target)
+        check_output(target, source, teacher, recipe, data)
+    check_output(output, state)
     schedule: Schedule = build(Schedule, {**(stated.finetune if stated else {}), **given}, "fine-tuning")
     net = model_from(model).to(device())
     pictures = ImageFolder(image_folder(data, "train"), image_size, augment=True)
