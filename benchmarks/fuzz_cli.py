@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 import factorpack as fp
 from benchmarks.fuzz_reader import DAMAGES
 from benchmarks.fuzz_recipes import Outcome, record
-from factorpack import cli
+from factorpack import commands as cli
 from factorpack.methods import METHODS
 
 CASE_SECONDS = 60.0

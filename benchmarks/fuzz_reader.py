@@ -27,14 +27,14 @@ from typing import Any
 
 import torch
 
-from factorpack.decode import decode
+from factorpack.decoding import decode
 from factorpack.errors import FormatError
 from factorpack.format.container import Reader, Writer
 from factorpack.format.schema import Schema
 from factorpack.format.streams import raw_bytes
 from factorpack.record import Encoded
 from tests.golden.make import ALIASES, GOLDEN, codes, powers, tensors
-from tests.pieces import Pieces, compact, container_of, envelope_of, take_apart
+from tests.tampered import Pieces, compact, container_of, envelope_of, take_apart
 
 REFUSED, SAME, OTHER = "refused", "same", "another model"
 DONOR = GOLDEN.read_bytes()

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from factorpack.errors import PlanError
 from factorpack.methods import METHODS, QSPCA
-from factorpack.plan.families import FAMILIES, family_text
-from factorpack.plan.recipe import recipe_from
+from factorpack.planning.families import FAMILIES, family_text
+from factorpack.planning.recipe import recipe_from
 from factorpack.source import open_source
 
 RESULTS = Path(__file__).parent / "results" / "fuzz"

@@ -33,12 +33,13 @@ from safetensors.torch import save_file
 
 from benchmarks.measure import machine
 from benchmarks.run import RESULTS
-from factorpack.cli import app
-from factorpack.engine import Local, options
+from factorpack.commands import app
+from factorpack.commands import engine_options as options
+from factorpack.engine import Local
 from factorpack.format.container import Reader
+from tests.commands.test_compress_budget import wide_net
 from tests.helpers import seeded
 from tests.tune.small_net import build, pictures
-from tests.tune.test_budget_command import wide_net
 
 MOST_IN_A_ROW = 12
 """Kills of one run before it is left alone: the next may be killed earlier and earlier."""
@@ -94,7 +95,14 @@ def _finetune(given: Path, out: Path) -> list[str]:
 
 
 def _compare(given: Path, out: Path) -> list[str]:
-    model = ["--model", "tests.tune.test_budget_command:wide_net", "--image-size", "14", "--workers", "0"]
+    model = [
+        "--model",
+        "tests.commands.test_compress_budget:wide_net",
+        "--image-size",
+        "14",
+        "--workers",
+        "0",
+    ]
     grid = ["--methods", "planned,scalar,ttq", "--ratios", "4,8"]
     more = ["--data", str(given / "data"), "--engine", "local", "--engine-workers", "2"]
     return ["compare", str(given / "wide.safetensors"), "-o", str(out / "grid"), *model, *grid, *more]

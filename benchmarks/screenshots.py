@@ -22,7 +22,7 @@ from selenium.webdriver.chrome.service import Service
 import factorpack as fp
 from benchmarks.data import checkpoint
 from benchmarks.tables_common import ROOT, result
-from factorpack.page import comparison_facts
+from factorpack.commands.report import comparison_facts
 from factorpack.report.facts import gather
 from factorpack.report.html import write_page
 

@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 import factorpack as fp
-from factorpack.demo import accuracy, digits, net, train_net
+from factorpack.digits import accuracy, digits, net, train_net
 
 BYTES = 100_000
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import factorpack as fp
-from factorpack.demo import accuracy, digits, net, train_net
+from factorpack.digits import accuracy, digits, net, train_net
 
 RATIO = 30
 

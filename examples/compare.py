@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 from torch import nn
 
 import factorpack as fp
-from factorpack.demo import accuracy, digits, train_net
+from factorpack.digits import accuracy, digits, train_net
 
 METHODS = ["planned", "second_order", "nncodec", "svd", "scalar"]
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import factorpack as fp
-from factorpack.demo import accuracy, digits
+from factorpack.digits import accuracy, digits
 
 RATIO = 40
 

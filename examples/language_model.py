@@ -43,8 +43,8 @@ def main(folder: Path) -> None:
     batches = [{"input_ids": batch} for batch in texts[:256].split(64)]
 
     packed = fp.compress(model, ratio=8, calibration=batches)
-    packed = fp.save_pretrained(packed, folder / "small", like=model)
-    restored = fp.from_pretrained(folder / "small")
+    packed = fp.hub.save_pretrained(packed, folder / "small", like=model)
+    restored = fp.hub.from_pretrained(folder / "small")
 
     print(
         f"{packed.size().file_ratio:.1f} times smaller:",

@@ -7,12 +7,14 @@ import tracemalloc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from factorpack.decode import decode
+import factorpack as fp
+from factorpack.decoding import decode
 from factorpack.format.container import Reader, Writer
 from factorpack.record import Encoded
 
@@ -45,6 +47,11 @@ def write_packed(
             writer.add(name, encoded)
         for alias, target in (aliases or {}).items():
             writer.alias(alias, target)
+
+
+def compress_to(path: str | Path, source: Any, *settings: Any, **more: Any) -> fp.Packed:
+    """`compress` straight into a file."""
+    return fp.compress(source, *settings, to=path, **more)
 
 
 def read_all(path: Path) -> dict[str, Tensor]:

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, linear
 
 import factorpack as fp
-from factorpack.calibrate import Calibration, evaluating
+from factorpack.batches import evaluating
+from factorpack.calibrate import Calibration, calibrate
+from factorpack.decoding import decode
 from factorpack.record import LayerMoments, LayerSample
 from factorpack.solve.moments import unfolded
 from factorpack.solve.projected import FactorProblem
@@ -64,15 +66,15 @@ class Pipeline(Texts):
 def test_padding_is_no_input(made: type[Texts]) -> None:
     model, states = made(), seeded(2, 3, 4)
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    padded = fp.calibrate(model, [{"states": states, "attention_mask": mask}])
-    real = fp.calibrate(model, [{"states": states[mask.bool()]}])
+    padded = calibrate(model, [{"states": states, "attention_mask": mask}])
+    real = calibrate(model, [{"states": states[mask.bool()]}])
     found, expected = (each.moments(["layer"], model)["layer"] for each in (padded, real))
     assert_close(found.second, expected.second)
     assert_close(found.mean, expected.mean)
 
 
 LAYERS = ["stem", "body.0", "grouped", "head"]
-SOLVER = fp.ProjectedGradient(2, learning_rate=1e-2, samples=8)
+SOLVER = fp.methods.ProjectedGradient(2, learning_rate=1e-2, samples=8)
 METHOD = fp.QSPCA(6, 4, tile=16, solver=SOLVER)
 CHOSEN = dict.fromkeys((f"{name}.weight" for name in LAYERS), METHOD)
 IMAGES = seeded(8, 3, 9, 9)
@@ -108,15 +110,15 @@ class Samples:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[LayerSample] = []
-        solve = fp.ProjectedGradient.solve
+        solve = fp.methods.ProjectedGradient.solve
 
         def recording(
-            solver: fp.ProjectedGradient, problem: FactorProblem, sample: LayerSample
+            solver: fp.methods.ProjectedGradient, problem: FactorProblem, sample: LayerSample
         ) -> tuple[Tensor, Tensor]:
             self.seen.append(sample)
             return solve(solver, problem, sample)
 
-        monkeypatch.setattr(fp.ProjectedGradient, "solve", recording)
+        monkeypatch.setattr(fp.methods.ProjectedGradient, "solve", recording)
 
 
 @pytest.fixture
@@ -128,14 +130,14 @@ def samples(monkeypatch: pytest.MonkeyPatch) -> Samples:
 
 
 def test_the_order_is_that_of_execution() -> None:
-    found = fp.calibrate(Net(), IMAGES)
+    found = calibrate(Net(), IMAGES)
     assert found.order == ["stem", "body.0", "norm", "grouped", "head"]
 
 
 def test_a_layer_that_runs_twice_counts_where_it_runs_first() -> None:
     shared = nn.Linear(8, 8)
     model = nn.Sequential(nn.Linear(8, 8), shared, nn.Tanh(), shared, nn.Linear(8, 8))
-    calibration = fp.calibrate(model, seeded(4, 8))
+    calibration = calibrate(model, seeded(4, 8))
     assert calibration.order == ["0", "1", "4"]
     inputs = calibration.sample("1", model, model).inputs
     assert torch.equal(inputs, model[0](seeded(4, 8)).detach())
@@ -145,7 +147,7 @@ def test_a_layer_that_runs_twice_counts_where_it_runs_first() -> None:
 def test_inputs_and_outputs_are_those_computed_by_hand(name: str) -> None:
     """Biases are in the outputs; dropout is off and the norm uses its running statistics."""
     net = Net()
-    sample = fp.calibrate(net, [IMAGES[:5], IMAGES[5:]]).sample(name, net.eval(), net)
+    sample = calibrate(net, [IMAGES[:5], IMAGES[5:]]).sample(name, net.eval(), net)
     expected = by_hand(net, IMAGES)[name]
     torch.testing.assert_close(sample.inputs, expected)
     torch.testing.assert_close(sample.outputs, answer(net, name, expected))
@@ -169,7 +171,7 @@ def test_layers_see_the_compressed_ones_before_them(samples: Samples, sequential
             assert not torch.allclose(expected, originals[name], rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(sample.inputs, expected if sequential else originals[name])
         torch.testing.assert_close(sample.outputs, answer(net, name, originals[name]))
-        compressed.get_parameter(f"{name}.weight").data.copy_(fp.decode(packed[f"{name}.weight"]))
+        compressed.get_parameter(f"{name}.weight").data.copy_(decode(packed[f"{name}.weight"]))
 
 
 def test_layers_without_a_solver_are_compressed_for_those_behind_them(samples: Samples) -> None:
@@ -210,7 +212,7 @@ FORMS: dict[str, Any] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_a_batch_gives_the_same(form: str) -> None:
     net = Net().eval()
-    calibration = fp.calibrate(net, FORMS[form])
+    calibration = calibrate(net, FORMS[form])
     assert len(calibration) == 8
     sample = calibration.sample("body.0", net, net)
     torch.testing.assert_close(sample.inputs, by_hand(net, IMAGES)["body.0"])
@@ -218,7 +220,7 @@ def test_every_form_of_a_batch_gives_the_same(form: str) -> None:
 
 def test_every_argument_of_a_dictionary_is_passed_and_cut() -> None:
     net = Net().eval()
-    calibration = fp.calibrate(net, [{"images": IMAGES, "offset": seeded(8, 16)}], samples=5)
+    calibration = calibrate(net, [{"images": IMAGES, "offset": seeded(8, 16)}], samples=5)
     (batch,) = calibration.batches
     assert {name: tuple(values.shape) for name, values in batch.items()} == {
         "images": (5, 3, 9, 9),
@@ -240,7 +242,7 @@ def test_every_argument_of_a_dictionary_is_passed_and_cut() -> None:
     ],
 )
 def test_samples_bounds_what_is_kept(sizes: list[int], wanted: int, kept: list[int]) -> None:
-    calibration = fp.calibrate(Net(), IMAGES.split(sizes), samples=wanted)
+    calibration = calibrate(Net(), IMAGES.split(sizes), samples=wanted)
     assert [len(batch) for batch in calibration.batches] == kept
     assert len(calibration) == sum(kept)
     assert torch.equal(torch.cat(calibration.batches), IMAGES[: sum(kept)])
@@ -254,7 +256,7 @@ def test_no_more_batches_are_drawn_than_needed() -> None:
             drawn.append(index)
             yield IMAGES
 
-    assert len(fp.calibrate(Net(), batches(), samples=20)) == 20
+    assert len(calibrate(Net(), batches(), samples=20)) == 20
     assert drawn == [0, 1, 2]
 
 
@@ -265,7 +267,7 @@ def test_a_compression_takes_as_many_samples_as_its_solver_wants(samples: Sample
 
 def test_a_calibration_serves_several_compressions() -> None:
     net = Net()
-    calibration = fp.calibrate(net, IMAGES)
+    calibration = calibrate(net, IMAGES)
     first, second = (fp.compress(net, METHOD, layers=CHOSEN, calibration=calibration) for _ in range(2))
     for name in first:
         assert_same_encoded(first[name], second[name])
@@ -317,7 +319,7 @@ def test_data_the_model_cannot_run_on(case: str) -> None:
     net = Net().train()
     before = snapshot(net)
     with pytest.raises(fp.SourceError, match=message):
-        fp.calibrate(net, data)
+        calibrate(net, data)
     with pytest.raises(fp.SourceError, match=message):
         fp.compress(net, METHOD, layers=CHOSEN, calibration=data)
     assert snapshot(net) == before
@@ -326,7 +328,7 @@ def test_data_the_model_cannot_run_on(case: str) -> None:
 @pytest.mark.parametrize("samples", [0, -3])
 def test_no_samples_asked_for(samples: int) -> None:
     with pytest.raises(fp.SourceError, match=f"{samples} calibration samples, expected at least one"):
-        fp.calibrate(Net(), IMAGES, samples=samples)
+        calibrate(Net(), IMAGES, samples=samples)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -354,7 +356,7 @@ def test_a_layer_that_never_runs() -> None:
     with pytest.raises(fp.SourceError, match=r"'unused.weight' does not run on the calibration data"):
         fp.compress(net, METHOD, calibration=data)
     with pytest.raises(fp.SourceError, match="layer 'unused' does not run on the calibration data"):
-        fp.calibrate(net, data).sample("unused", net, net)
+        calibrate(net, data).sample("unused", net, net)
     packed = fp.compress(net, METHOD, layers={"unused.weight": fp.Scalar(4)}, calibration=data)
     assert (packed["used.weight"].kind, packed["unused.weight"].kind) == ("factors", "scalar")
 
@@ -396,7 +398,7 @@ def test_the_error_of_a_layer_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> Mapping[str, Tensor]:
         raise fp.PlanError("no")
 
-    monkeypatch.setattr(fp.ProjectedGradient, "solve", fail)
+    monkeypatch.setattr(fp.methods.ProjectedGradient, "solve", fail)
     with pytest.raises(fp.PlanError) as caught:
         fp.compress(Net(), METHOD, layers=CHOSEN, calibration=Calibration(Net(), IMAGES))
     assert caught.value.__notes__ == ["while compressing tensor 'stem.weight'"]
@@ -404,7 +406,7 @@ def test_the_error_of_a_layer_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_single_layer_is_a_model_too() -> None:
     layer = nn.Linear(16, 64)
-    method = fp.QSPCA(8, 4, tile=16, solver=fp.ProjectedGradient(steps=2, samples=8))
+    method = fp.QSPCA(8, 4, tile=16, solver=fp.methods.ProjectedGradient(steps=2, samples=8))
     packed = fp.compress(layer, method, calibration=[seeded(8, 16)], progress=False)
     assert packed["weight"].kind == "factors"
 
@@ -439,7 +441,7 @@ def assert_same_moments(found: LayerMoments, expected: LayerMoments) -> None:
 @pytest.mark.parametrize("names", [[name] for name in LAYERS] + [LAYERS], ids=str)
 def test_moments_are_those_of_the_inputs_computed_by_hand(names: list[str]) -> None:
     net = Net().eval()
-    found = fp.calibrate(net, [IMAGES[:5], IMAGES[5:]]).moments(names, net)
+    found = calibrate(net, [IMAGES[:5], IMAGES[5:]]).moments(names, net)
     assert list(found) == names
     for name in names:
         assert_same_moments(found[name], moments_by_hand(net, name, by_hand(net, IMAGES)[name]))
@@ -451,7 +453,7 @@ def test_moments_of_a_compressed_network_stand_beside_the_original_s(names: list
     with torch.no_grad():
         for parameter in compressed.parameters():
             parameter.add_(0.1 * seeded(*parameter.shape, seed=77))
-    found = fp.calibrate(net, [IMAGES[:3], IMAGES[3:]]).moments(names, net, compressed)
+    found = calibrate(net, [IMAGES[:3], IMAGES[3:]]).moments(names, net, compressed)
     for name in names:
         inputs, originals = by_hand(compressed, IMAGES)[name], by_hand(net, IMAGES)[name]
         assert_same_moments(found[name], moments_by_hand(net, name, inputs, originals))
@@ -464,7 +466,7 @@ def test_moments_of_a_layer_that_runs_twice_are_of_both(names: list[str]) -> Non
     inputs = seeded(40, 8)
     first = model[0](inputs).detach()
     both = torch.cat([first, shared(first).detach().tanh()]).double()
-    moments = fp.calibrate(model, inputs).moments(names, model)["1"]
+    moments = calibrate(model, inputs).moments(names, model)["1"]
     assert_close(moments.second[0], both.T @ both / 80)
     assert_close(moments.mean[0], both.mean(0))
 
@@ -481,7 +483,7 @@ def test_moments_are_of_what_a_layer_saw_and_not_of_what_became_of_it() -> None:
             return values.relu_()
 
     model, inputs = InPlace(), seeded(40, 8)
-    calibration = fp.calibrate(model, inputs)
+    calibration = calibrate(model, inputs)
     seen = model.first(inputs).detach().double()
     assert_close(calibration.moments(["first", "second"], model)["second"].second[0], seen.T @ seen / 40)
 
@@ -490,7 +492,7 @@ def test_many_positions_are_drawn_from_each_batch(monkeypatch: pytest.MonkeyPatc
     """Enough of all batches together, and never fewer than sixteen an input of the layer."""
     monkeypatch.setitem(Calibration._rows.__globals__, "MOST_ROWS", 100)
     net = Net().eval()
-    calibration = fp.calibrate(net, IMAGES.split(2))
+    calibration = calibrate(net, IMAGES.split(2))
     assert calibration._rows(net, "stem") == 16 * 27 / 4
     monkeypatch.setitem(Calibration._rows.__globals__, "MOST_ROWS", 1000)
     assert calibration._rows(net, "stem") == 1000 / 4
@@ -500,14 +502,14 @@ def test_many_positions_are_drawn_from_each_batch(monkeypatch: pytest.MonkeyPatc
 def test_a_layer_that_never_runs_has_no_moments(names: list[str]) -> None:
     net, data = Idle(), seeded(8, 16)
     with pytest.raises(fp.SourceError, match="layer 'unused' does not run on the calibration data"):
-        fp.calibrate(net, data).moments(names, net)
+        calibrate(net, data).moments(names, net)
 
 
 def test_moments_leave_the_model_alone() -> None:
     net = Net().train()
     net.body.eval()
     before = snapshot(net)
-    calibration = fp.calibrate(net, IMAGES)
+    calibration = calibrate(net, IMAGES)
     with evaluating(net):
         calibration.moments(LAYERS, net, copy.deepcopy(net))
     assert snapshot(net) == before
@@ -518,7 +520,7 @@ def test_inputs_that_are_no_numbers_have_no_moments() -> None:
     images = IMAGES.clone()
     images[0, 0, 0, 0] = math.nan
     with pytest.raises(fp.SourceError, match="layer 'stem' sees or gives NaN or infinity"):
-        fp.calibrate(net, images).moments(["stem"], net)
+        calibrate(net, images).moments(["stem"], net)
 
 
 # -- inputs kept aside -------------------------------------------------------------------------------
@@ -530,7 +532,7 @@ def test_inputs_that_are_no_numbers_have_no_moments() -> None:
 )
 def test_a_split_keeps_every_input_once(sizes: list[int], share: float) -> None:
     model, inputs = nn.Linear(3, 2), seeded(sum(sizes), 3)
-    whole = fp.calibrate(model, inputs.split(sizes))
+    whole = calibrate(model, inputs.split(sizes))
     first, held = whole.split(share)
     assert torch.equal(torch.cat([*first.batches, *held.batches]), inputs)
     assert all(len(batch) for batch in (*first.batches, *held.batches))
@@ -541,7 +543,7 @@ def test_a_split_keeps_every_input_once(sizes: list[int], share: float) -> None:
 
 def test_a_split_cuts_every_argument_of_a_dictionary() -> None:
     net = Net().eval()
-    whole = fp.calibrate(net, [{"images": IMAGES, "offset": seeded(8, 16)}])
+    whole = calibrate(net, [{"images": IMAGES, "offset": seeded(8, 16)}])
     first, held = whole.split(0.25)
     assert [tuple(v.shape) for v in first.batches[0].values()] == [(6, 3, 9, 9), (6, 16)]
     assert torch.equal(held.batches[0]["offset"], seeded(8, 16)[6:])
@@ -549,4 +551,4 @@ def test_a_split_cuts_every_argument_of_a_dictionary() -> None:
 
 def test_one_input_cannot_be_split() -> None:
     with pytest.raises(fp.SourceError, match="one calibration sample cannot be split in two"):
-        fp.calibrate(nn.Linear(3, 2), seeded(1, 3)).split(0.5)
+        calibrate(nn.Linear(3, 2), seeded(1, 3)).split(0.5)

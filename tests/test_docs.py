@@ -24,10 +24,9 @@ from torch import nn
 
 import factorpack
 from benchmarks.run import EXPERIMENTS, RESULTS, STUDIES
-from factorpack.cli import app
-from factorpack.model import DEFAULT_METHOD
-from factorpack.plan.families import FAMILIES
-from factorpack.plan.recipe import KEYS, recipe_from
+from factorpack.commands import app
+from factorpack.planning.families import DEFAULT_METHOD, FAMILIES
+from factorpack.planning.recipe import KEYS, recipe_from
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
@@ -50,8 +49,8 @@ def test_examples_in_docstrings(name: str) -> None:
 
 def test_the_method_that_docs_add_keeps_the_contract() -> None:
     (block,) = blocks("docs/adding-a-method.md", "python")
-    used = "encoded = Half().encode(torch.ones(3, 2))\nassert factorpack.decode(encoded).shape == (3, 2)\n"
-    subprocess.run([sys.executable, "-c", f"import factorpack\n{block}\n{used}"], check=True)
+    used = "encoded = Half().encode(torch.ones(3, 2))\nassert factorpack.decoding.decode(encoded).shape == (3, 2)\n"
+    subprocess.run([sys.executable, "-c", f"import factorpack.decoding\n{block}\n{used}"], check=True)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +102,7 @@ def language_model() -> dict[str, Any]:
     config = transformers.LlamaConfig(vocab_size=96, hidden_size=64, intermediate_size=128, **heads)
     model = transformers.LlamaForCausalLM(config).eval()
     packed = factorpack.compress(model, factorpack.Scalar(bits=4), progress=False)
-    factorpack.save_pretrained(packed, "small-llama", like=model)
+    factorpack.hub.save_pretrained(packed, "small-llama", like=model)
     return {"batches": [{"input_ids": torch.randint(96, (4, 16))} for _ in range(4)]}
 
 

@@ -23,14 +23,15 @@ SCRIPT = """
 import re, sys
 from pathlib import Path
 import factorpack as fp
+from tests.helpers import compress_to
 
 def peak_bytes():
     return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
 method = fp.QSPCA(16, 3, tile=64, clip="minmax")
 verbs = {
-    "compress_to": lambda at: fp.compress_to(at / "packed.safetensors", at / "model.safetensors", method),
-    "export": lambda at: fp.export(fp.load(at / "packed.safetensors"), at / "back.safetensors"),
+    "compress_to": lambda at: compress_to(at / "packed.safetensors", at / "model.safetensors", method),
+    "export": lambda at: fp.load(at / "packed.safetensors").decode_to(at / "back.safetensors"),
     "hold": lambda at: fp.compress(at / "model.safetensors", fp.Keep()),
 }
 verb, one, many = verbs[sys.argv[1]], Path(sys.argv[2]), Path(sys.argv[3])

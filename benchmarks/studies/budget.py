@@ -57,7 +57,7 @@ def _case(case: dict[str, Any], model: str, samples: int, measure: str) -> dict[
         planner = fp.Planner(samples=samples, **settings)
         packed = fp.compress(net, ratio=case["ratio"], calibration=batches, planner=planner, progress=False)
         if steps:
-            packed = fp.reconstruct(packed, net, batches, steps=steps, progress=False)
+            packed = fp.tune.reconstruct(packed, net, batches, steps=steps, progress=False)
     else:
         fields = case["method"]
         if fields.get("rank") == 0:

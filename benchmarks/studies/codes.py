@@ -32,12 +32,12 @@ from benchmarks.studies.trellis import (
     trellis,
     write,
 )
+from factorpack.budget.candidates import Posed, Rounding, pose
 from factorpack.format import entropy
 from factorpack.format.classes import class_counts, fit_classes
+from factorpack.format.frequency_tables import message_bits, normalized
 from factorpack.format.streams import coded_bytes, split_of
-from factorpack.format.tables import message_bits, normalized
 from factorpack.methods.second_order import as_encoded
-from factorpack.plan.pose import Posed, Rounding, pose
 from factorpack.quantize.uniform import storable
 from factorpack.record import Encoded
 from factorpack.solve.code_length import CLASSES, HIGH_RATE, fit_lengths

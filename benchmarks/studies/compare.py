@@ -23,9 +23,9 @@ from benchmarks.data import (
 )
 from benchmarks.measure import fidelity, predictions
 from benchmarks.training import Augmented, Case, cifar_net, device, spread
+from factorpack.budget.planner import Planner
 from factorpack.comparison import Grid
 from factorpack.comparison.opponents import chosen
-from factorpack.plan.planner import Planner
 from factorpack.tune.schedule import Schedule
 
 BATCH = 50

@@ -14,9 +14,9 @@ from benchmarks.data import imagenet_train, imagenet_val, normalized, pretrained
 from benchmarks.measure import fidelity, predictions, reloaded
 from benchmarks.training import Augmented, case_of, device, spread
 from factorpack.comparison.grid import weight_error
+from factorpack.comparison.permute import permute_model
 from factorpack.methods import METHODS, from_fields
-from factorpack.methods.codewords import Regime, tile_of
-from factorpack.permute import permute_model
+from factorpack.methods.codeword_tiles import Regime, tile_of
 
 HELD_OUT = 200
 SHOWN = 64

@@ -21,12 +21,12 @@ from torch.nn import functional
 from factorpack.quantize.uniform import code_range
 from factorpack.record import Encoded
 from factorpack.runtime import multiply_triton
+from factorpack.runtime.code_rows import fields, pack_rows
 from factorpack.runtime.factored import FactoredLinear
-from factorpack.runtime.layers import PackedLayer, PackedLinear, hold_packed
 from factorpack.runtime.multiply import multiply_reference
 from factorpack.runtime.multiply_triton import LAUNCHES, Launch, multiply_rows
-from factorpack.runtime.rows import fields, pack_rows
-from factorpack.runtime.weight import PackedWeight
+from factorpack.runtime.packed_layers import PackedLayer, PackedLinear, hold_packed
+from factorpack.runtime.packed_weight import PackedWeight
 
 DEVICE = "cuda"
 ROTATED_BYTES = 256 << 20

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from factorpack.budget.candidates import best_pose, curve
+from factorpack.budget.planner import Planner
 from factorpack.engine import Local, Task
-from factorpack.format.whole import write_packed
+from factorpack.format.packed_file import write_packed
 from factorpack.methods import METHODS, from_fields
-from factorpack.plan.planner import Planner
-from factorpack.plan.pose import best_pose, curve
 
 
 def run(rows: int, columns: int, methods: list[dict[str, Any]]) -> dict[str, Any]:

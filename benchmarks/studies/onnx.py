@@ -45,7 +45,7 @@ def written(packed: fp.Packed, net: nn.Module, inputs: Tensor, path: Path) -> di
     """Writes both files of a packed model: their bytes, and how far the ONNX file's answers are off."""
     packed_path = path.with_suffix(".safetensors")
     fp.save(packed, packed_path)
-    made = fp.export_onnx(packed, net, inputs, path)
+    made = fp.onnx.export(packed, net, inputs, path)
     with torch.no_grad():
         expected = packed.load_into(copy.deepcopy(net))(inputs)
     return {

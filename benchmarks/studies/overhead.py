@@ -13,7 +13,7 @@ from benchmarks.data import pretrained
 from benchmarks.measure import one_thread_clock
 from factorpack.methods import METHODS, from_fields
 from factorpack.report.overhead import Cost, overhead
-from factorpack.runtime.measure import least_seconds
+from factorpack.runtime.timing import least_seconds
 
 
 def run(model: str, method: dict[str, Any], batch: int, rounds: int) -> dict[str, Any]:

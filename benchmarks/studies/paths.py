@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.data import imagenet_train, normalized, pretrained, shuffled
+from factorpack.budget.candidates import Posed, Rounding, best_pose, middle_step
 from factorpack.calibrate import calibrate
-from factorpack.format import entropy, trellis
+from factorpack.format import entropy, trellis_stream
 from factorpack.format.streams import coded_bytes, split_of
-from factorpack.plan.pose import Posed, Rounding, best_pose, middle_step
 from factorpack.record import Encoded, LayerMoments
 
 OCTAVES = (-0.5, -0.25, 0.0, 0.25, 0.5)
@@ -80,9 +80,9 @@ def _decode_ns(encoded: Encoded) -> float:
     name = "latent" if "latent" in encoded.parts else "codes"
     codes, split = encoded.parts[name].numpy(), split_of(encoded, name)
     states = encoded.trellis
-    data = trellis.encode(codes, states, split) if states else entropy.encode(codes, split)
+    data = trellis_stream.encode(codes, states, split) if states else entropy.encode(codes, split)
     started = time.process_time()
-    back = trellis.decode(data, *codes.shape, states) if states else entropy.decode(data, *codes.shape)
+    back = trellis_stream.decode(data, *codes.shape, states) if states else entropy.decode(data, *codes.shape)
     nanoseconds = 1e9 * (time.process_time() - started) / codes.size
     assert (back == codes).all()
     return round(nanoseconds, 1)

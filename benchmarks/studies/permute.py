@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.data import pretrained
 from benchmarks.training import device
-from factorpack.permute import Permuted, permute_model
+from factorpack.comparison.permute import Permuted, permute_model
 from factorpack.tiles import to_tiles
 
 

@@ -18,8 +18,8 @@ import factorpack as fp
 from benchmarks.data import cifar10, normalized, shuffled
 from benchmarks.measure import reloaded, top1
 from benchmarks.training import Augmented, Case, cifar_net, device, spread
+from factorpack.budget.norms import small_leftovers
 from factorpack.methods import METHODS, from_fields
-from factorpack.norms import small_leftovers
 
 PLANNED_IMAGES = 1024
 

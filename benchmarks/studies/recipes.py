@@ -12,8 +12,8 @@ import factorpack as fp
 from benchmarks.data import Images, checkpoint, imagenet_train, pretrained, shuffled
 from benchmarks.measure import fidelity, predictions, reloaded
 from factorpack.comparison.grid import weight_error
-from factorpack.model import DEFAULT_METHOD
-from factorpack.plan.recipe import stated
+from factorpack.planning.families import DEFAULT_METHOD
+from factorpack.planning.recipe import stated
 
 NEVER_SHUFFLED_BEFORE = 3
 """A seed of its own, so that the choice is not made on images that other settings were chosen on."""

@@ -15,10 +15,10 @@ import factorpack as fp
 from benchmarks.data import checkpoint, pretrained
 from benchmarks.first import first_answers
 from benchmarks.measure import allocated_bytes, one_thread_clock, seconds
-from factorpack.bench import measure_modes
+from factorpack.commands.bench import measure_modes
 from factorpack.methods import METHODS, from_fields
 from factorpack.runtime.apply import MODES
-from factorpack.runtime.layers import PackedLayer
+from factorpack.runtime.packed_layers import PackedLayer
 
 LINK_BITS_PER_S = 100e6
 

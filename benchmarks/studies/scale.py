@@ -16,11 +16,12 @@ from torch import Tensor
 
 import factorpack as fp
 from benchmarks.measure import peak_bytes, reset_peak
+from factorpack.decoding import decode
 from factorpack.engine import Local, Outcome, Task
 from factorpack.format.container import write_plain
 from factorpack.methods import METHODS, from_fields
-from factorpack.parts import encode
-from factorpack.plan.rules import Rules
+from factorpack.per_tensor import encode
+from factorpack.planning.rules import Rules
 from factorpack.source import open_source
 
 SHARD_NUMBERS = 500_000_000
@@ -53,7 +54,7 @@ def run(
         engine = Recording(Local(workers))
         before = reset_peak()
         started = time.perf_counter()
-        made = fp.compress_to(packed, source, chosen, ratio=ratio, engine=engine, progress=False)
+        made = fp.compress(source, chosen, ratio=ratio, to=packed, engine=engine, progress=False)
         seconds = time.perf_counter() - started
         driver = peak_bytes()
         if chosen is not None:
@@ -138,5 +139,5 @@ def _check(packed: fp.Packed, source: Path, method: fp.methods.Method) -> None:
     plan = Rules(method).plan(opened)
     coded = [name for name, choice in plan.items() if choice.method == method]
     for name in coded[:: max(len(coded) // CHECKED, 1)][:CHECKED]:
-        expected = fp.decode(encode(name, opened, plan[name]))
-        assert torch.equal(fp.decode(packed[name]), expected), f"{name} is not what one process makes of it"
+        expected = decode(encode(name, opened, plan[name]))
+        assert torch.equal(decode(packed[name]), expected), f"{name} is not what one process makes of it"

@@ -44,7 +44,7 @@ def run(
     tokenizer = importlib.import_module("transformers").AutoTokenizer.from_pretrained(
         folder, local_files_only=True
     )
-    model = Sentences(fp.from_pretrained(folder)).eval()
+    model = Sentences(fp.hub.from_pretrained(folder)).eval()
     seen, others = sentences(calibration, samples), sentences(test, measured)
     unseen = [text for text in others if text not in set(seen)]
     random.Random(0).shuffle(seen)

@@ -104,9 +104,9 @@ def _child(verb: str, source: str, packed: str, method: dict[str, Any]) -> None:
     torch.linalg.eigh(torch.eye(8).double())  # the linear algebra library loads on first use
     before = reset_peak()
     if verb == "compress_to":
-        fp.compress_to(packed, source, from_fields(METHODS, method), progress=False)
+        fp.compress(source, from_fields(METHODS, method), to=packed, progress=False)
     else:
-        fp.export(fp.load(packed), packed + ".plain", progress=False)
+        fp.load(packed).decode_to(packed + ".plain", progress=False)
     print(peak_bytes() - before)
 
 

@@ -14,6 +14,7 @@ from benchmarks.data import imagenet_train, imagenet_val, normalized, pretrained
 from benchmarks.measure import reloaded, top1
 from benchmarks.training import device, spread
 from factorpack.quantize.uniform import from_codes
+from factorpack.record import Encoded
 from factorpack.solve.threshold import extra_zero_mask
 
 
@@ -72,7 +73,7 @@ def _cell(
         case["sparsity"],
         latent_scales=latent_scales,
         clip="minmax",
-        solver=fp.ProjectedGradient(**case["solver"], sort=sort),
+        solver=fp.methods.ProjectedGradient(**case["solver"], sort=sort),
     )
     packed = fp.compress(net, method, calibration=calibration, sequential=sequential, progress=False)
     described = {field: value for field, value in case.items() if field != "solver"}
@@ -92,7 +93,7 @@ def _thresholded_last(
     calibration = [normalized(shuffled(imagenet_train())[0][:64].to(device()))]
     table = []
     for row in rows:
-        solver = fp.ProjectedGradient(**row["solver"])
+        solver = fp.methods.ProjectedGradient(**row["solver"])
         method = fp.QSPCA(rank, latent_bits, latent_scales=latent_scales, clip="minmax", solver=solver)
         dense = fp.compress(net, method, calibration=calibration, progress=False)
         for sparsity, paper in zip(sparsities, row["paper"], strict=True):
@@ -103,7 +104,7 @@ def _thresholded_last(
     return {"fp32": top1(net, imagenet_val()), "table": table}
 
 
-def _sparsified(encoded: fp.Encoded, sparsity: float, sort: str) -> fp.Encoded:
+def _sparsified(encoded: Encoded, sparsity: float, sort: str) -> Encoded:
     """Extra zeros in a latent whose real numbers are gone: ties are broken by chance."""
     if encoded.kind != "factors":
         return encoded

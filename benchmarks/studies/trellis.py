@@ -15,8 +15,8 @@ import constriction
 import numpy as np
 from numpy.typing import NDArray
 
-from factorpack.format import tables as tables_format
-from factorpack.trellis import machine as machine_of
+from factorpack.format import frequency_tables as tables_format
+from factorpack.quantize.trellis import machine as machine_of
 
 REACH = 64
 """Indices beyond it are priced like it, with two bits more for each doubling."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from factorpack.batches import batch_size, evaluating, forward, inputs_of, mask_of
 from factorpack.errors import SourceError
 from factorpack.record import LayerMoments, LayerSample
 from factorpack.solve.moments import MomentsOf
@@ -91,8 +89,8 @@ class Calibration:
         }
         ends = len(layers) == 1 and layers[0] not in self._repeated
         for batch in self.batches:
-            wanted = _inputs_of(original, layers, batch, ends)
-            seen = wanted if compressed is None else _inputs_of(compressed, layers, batch, ends)
+            wanted = _layer_inputs(original, layers, batch, ends)
+            seen = wanted if compressed is None else _layer_inputs(compressed, layers, batch, ends)
             for name, running in gathered.items():
                 _check_finite(name, [*wanted[name], *seen[name]])
                 for mine, originals in zip(seen[name], wanted[name], strict=True):
@@ -119,75 +117,6 @@ def calibrate(model: nn.Module, batches: Iterable[Any], samples: int = 64) -> Ca
         return Calibration(model, batches, samples)
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block, and each module's own mode again after it."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-def forward(model: nn.Module, batch: Any) -> Any:
-    """Runs a model on a batch of any of the accepted forms."""
-    positional, named = arguments_of(model, batch)
-    return model(*positional, **named)
-
-
-def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
-    """What a model is called with for a batch: arguments by place and by name, on its device."""
-    device = device_of(model)
-    inputs = _inputs(batch)
-    if not isinstance(inputs, Mapping):
-        return (inputs.to(device),), {}
-    named = {key: value.to(device) for key, value in inputs.items()}
-    return ((named,), {}) if _takes_a_dictionary(model, named) else ((), named)
-
-
-def _takes_a_dictionary(model: nn.Module, named: Mapping[str, Tensor]) -> bool:
-    """Whether a forward's first argument is needed and none of the names: it takes them as one dictionary."""
-    first = next(iter(inspect.signature(model.forward).parameters.values()), None)
-    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if first is None or first.kind not in places or first.default is not first.empty:
-        return False
-    return first.name not in named
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where a model's tensors are; one that runs on codes may have buffers alone."""
-    tensors = chain(model.parameters(), model.buffers())
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
-
-
-def mask_of(batch: Any) -> Tensor | None:
-    """Which tokens of a batch of texts are real, (samples, tokens); None where the batch does not say."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
-
-
-def _inputs(batch: Any) -> Any:
-    if isinstance(batch, list | tuple) and batch and isinstance(batch[0], Tensor | Mapping):
-        batch = batch[0]
-    if isinstance(batch, Tensor):
-        return batch
-    if isinstance(batch, Mapping) and batch and all(isinstance(value, Tensor) for value in batch.values()):
-        return batch
-    raise SourceError(
-        f"a calibration batch is a {type(batch).__name__}; expected a tensor, a pair whose first is one, "
-        "or a dictionary of them"
-    )
-
-
-def batch_size(batch: Any) -> int:
-    """Samples in a batch of any of the accepted forms."""
-    inputs = _inputs(batch)
-    first = inputs if isinstance(inputs, Tensor) else next(iter(inputs.values()))
-    return len(first) if first.dim() else 0
-
-
 def _slice(inputs: Any, start: int, stop: int) -> Any:
     if isinstance(inputs, Tensor):
         return inputs[start:stop]
@@ -199,7 +128,7 @@ def _take(batches: Iterable[Any], samples: int) -> list[Any]:
     taken: list[Any] = []
     left = samples
     for batch in [batches] if isinstance(batches, Tensor) else batches:
-        inputs, size = _inputs(batch), min(batch_size(batch), left)
+        inputs, size = inputs_of(batch), min(batch_size(batch), left)
         if size:
             taken.append(_slice(inputs, 0, size))
         left -= size
@@ -244,7 +173,7 @@ def _input_of(model: nn.Module, name: str, batch: Any) -> Tensor:
     return found[0]
 
 
-def _inputs_of(model: nn.Module, names: Sequence[str], batch: Any, ends: bool) -> dict[str, list[Tensor]]:
+def _layer_inputs(model: nn.Module, names: Sequence[str], batch: Any, ends: bool) -> dict[str, list[Tensor]]:
     """What each of some layers gets, call by call, when the model runs on a batch.
 
     A pass that `ends` does so at the first of them: the rest of the network has nothing to add.

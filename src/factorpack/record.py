@@ -118,3 +118,8 @@ class LayerMoments:
         if cross is not None:
             cross = cross - self.original_mean[:, :, None] * self.mean[:, None, :]
         return replace(self, second=second, cross=cross)
+
+
+def weight_of(layer: str) -> str:
+    """The name of a layer's weight; the layer may be the whole model, whose name is empty."""
+    return f"{layer}.weight" if layer else "weight"

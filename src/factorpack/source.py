@@ -6,7 +6,6 @@ import hashlib
 import importlib
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -18,8 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from factorpack.errors import PlanError, SourceError
+from factorpack.errors import SourceError
 from factorpack.format.container import METADATA_KEY, SAFETENSORS_TYPES
+from factorpack.record import weight_of
 
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 SHARDS = (".safetensors", *PICKLED)
@@ -37,6 +37,9 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 HEADS = {"fc", "classifier", "head", "heads", "lm_head", "score"}
 """Parts of names that heads go by."""
 _SAFETENSORS_DTYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
+
+
+Checkpoint = nn.Module | Mapping[str, Tensor] | str | Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class Source:
     transposed_groups: Mapping[str, int] = field(default_factory=dict)
 
 
-def open_source(source: nn.Module | Mapping[str, Tensor] | str | Path) -> Source:
+def open_source(source: Checkpoint) -> Source:
     """A model, a state dict, or a path: `.safetensors`, `.pt/.pth/.bin`, a Hugging Face folder or index."""
     if isinstance(source, nn.Module):
         groups = {
@@ -76,11 +79,6 @@ def open_source(source: nn.Module | Mapping[str, Tensor] | str | Path) -> Source
     if isinstance(source, Mapping):
         return _from_state_dict(source)
     return _open_path(Path(source))
-
-
-def weight_of(layer: str) -> str:
-    """The name of a layer's weight; the layer may be the whole model, whose name is empty."""
-    return f"{layer}.weight" if layer else "weight"
 
 
 def model_from(reference: str) -> nn.Module:
@@ -116,38 +114,6 @@ def file_mark(path: Path) -> str:
     with path.open("rb") as file:
         head = hashlib.sha256(file.read(HEAD_BYTES)).hexdigest()
     return f"{path.resolve()} {found.st_size} {found.st_mtime_ns} {head}"
-
-
-def check_output(output: Path, *inputs: str | Path | None) -> None:
-    """Raises PlanError where writing `output` would replace a file that an input is made of.
-
-    Files are compared by identity and not by name: links are followed, and hard links count. Inputs that
-    are not there, or None, are left to whoever reads them.
-    """
-    if not output.exists():
-        return
-    for given in inputs:
-        for file in _files_of(Path(given)) if given is not None else ():
-            if os.path.samefile(output, file):
-                raise PlanError(f"{output} is read by this command ({file}): choose another file to write")
-
-
-def _files_of(path: Path) -> Iterator[Path]:
-    """Every file that an input consists of: itself, all in a folder, or an index and its shards."""
-    if path.is_dir():
-        yield from (each for each in path.rglob("*") if each.is_file())
-    elif path.is_file():
-        yield path
-        if path.name.endswith(".index.json"):
-            yield from (shard for shard in map(path.parent.joinpath, _shard_names(path)) if shard.is_file())
-
-
-def _shard_names(index: Path) -> set[str]:
-    """The shards an index names; none where it is damaged, which is for its reader to say."""
-    try:
-        return {name for name in json.loads(index.read_text())["weight_map"].values() if _is_shard(name)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return set()
 
 
 def _from_state_dict(state: Mapping[str, Any], file: Path | None = None) -> Source:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import factorpack as fp
+from factorpack.budget.planner import Planner
+from factorpack.commands.compare import markdown
 from factorpack.comparison import OPPONENTS, PLANNED, Grid, Point, compare
-from factorpack.comparison.commands import markdown
 from factorpack.comparison.figure import pareto, save_figure
 from factorpack.errors import PlanError
-from factorpack.plan.planner import Planner
 from factorpack.tune.schedule import Schedule
 from tests.helpers import seeded
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from factorpack.decode import check, decode, specs
+from factorpack.decoding import check, decode, specs
 from factorpack.errors import WeightError
 from factorpack.format.bitpack import packed_bytes
 from factorpack.format.container import Reader

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from factorpack.commands.engine_options import engine_of
 from factorpack.engine import Local, Task, memory, outcomes
 from factorpack.engine import local as local_engine
-from factorpack.engine.options import engine_of
 from factorpack.errors import EngineError, PlanError, WeightError
 from tests.engine import works
 

@@ -8,7 +8,7 @@ import pytest
 
 from factorpack.format import atomic
 from factorpack.format.atomic import atomic_folder, atomic_write
-from factorpack.format.locked import lock
+from factorpack.format.locks import lock
 
 
 def test_the_file_appears_whole(tmp_path: Path):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from factorpack.decode import decode
+from factorpack.decoding import decode
 from factorpack.errors import FormatError, SourceError
 from factorpack.format import container
 from factorpack.format.container import SAFETENSORS_TYPES, Reader, Writer, write_plain
@@ -21,7 +21,7 @@ from factorpack.quantize.uniform import code_range
 from factorpack.record import DTYPES, Encoded
 from tests.golden.make import tensors as golden_tensors
 from tests.helpers import assert_same_encoded, assert_same_tensor, write_packed
-from tests.pieces import take_apart
+from tests.tampered import take_apart
 
 FLOATS = [dtype for dtype in DTYPES.values() if dtype.is_floating_point]
 SIZES = st.integers(1, 6)

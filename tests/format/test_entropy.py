@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from factorpack.errors import FormatError
-from factorpack.format import chunks, entropy, tables
+from factorpack.format import chunks, entropy
+from factorpack.format import frequency_tables as tables
 from factorpack.format.classes import Classing, class_counts
-from factorpack.format.header import Header, read_header, write_header
+from factorpack.format.stream_header import Header, read_header, write_header
 from tests.format import reference
 
 SHAPES = hnp.array_shapes(min_dims=2, max_dims=2, min_side=1, max_side=24)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factorpack.decode import PartSpec
+from factorpack.decoding import PartSpec
 from factorpack.errors import FormatError
 from factorpack.format import schema as schemas
 from factorpack.format.bitpack import packed_bytes

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from factorpack.decode import PartSpec
+from factorpack.decoding import PartSpec
 from factorpack.errors import FormatError
 from factorpack.format.bitpack import packed_bytes
 from factorpack.format.streams import (

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from factorpack.decode import decode
+from factorpack.decoding import decode
 from factorpack.format.container import Reader
-from factorpack.model import load
+from factorpack.packed import load
 from factorpack.record import DTYPES, Encoded
 from tests.format.reference import read_packed
 from tests.golden.make import ALIASES, GOLDEN, tensors, write
 from tests.helpers import assert_same_encoded, assert_same_tensor, raw
-from tests.pieces import compact, take_apart
+from tests.tampered import compact, take_apart
 
 TENSORS = tensors()
 

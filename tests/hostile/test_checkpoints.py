@@ -14,12 +14,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from factorpack.compression import compress
 from factorpack.errors import SourceError, WeightError
 from factorpack.methods import QSPCA, Scalar
-from factorpack.model import compress, compress_to, load, save
+from factorpack.packed import load, save
 from factorpack.source import PICKLED, open_source
 from tests.golden.make import GOLDEN
-from tests.helpers import assert_same_tensor, seeded
+from tests.helpers import assert_same_tensor, compress_to, seeded
 
 
 class Payload:

@@ -14,7 +14,7 @@ from factorpack.format.bitpack import pack
 from factorpack.format.container import Reader
 from factorpack.record import Encoded
 from tests.helpers import little_memory, read_all, write_packed
-from tests.pieces import Pieces, take_apart
+from tests.tampered import Pieces, take_apart
 
 COUNT, TILE = 5, 9
 INDICES = (torch.arange(2 * 40) * 7 % COUNT - 4).reshape(2, 40).to(torch.int8)

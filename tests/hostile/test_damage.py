@@ -13,7 +13,7 @@ from factorpack.format.container import METADATA_KEY, Reader
 from factorpack.format.schema import SMALL
 from tests.golden.make import GOLDEN, tensors
 from tests.helpers import little_memory
-from tests.pieces import compact, container_of, envelope_of, take_apart
+from tests.tampered import compact, container_of, envelope_of, take_apart
 
 BLOB = GOLDEN.read_bytes()
 COUNT = len(tensors())

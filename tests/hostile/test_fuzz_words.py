@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import fuzz_cli, fuzz_recipes
-from factorpack import cli
-from factorpack.plan import recipe
+from factorpack import commands as cli
+from factorpack.planning import recipe
 
 
 def test_a_recipe_is_read_or_refused() -> None:

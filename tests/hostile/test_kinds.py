@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from factorpack.decode import decode
+from factorpack.decoding import decode
 from factorpack.errors import FormatError
 from factorpack.format import entropy
 from factorpack.format.container import Reader
 from factorpack.record import Encoded
 from tests.helpers import little_memory, write_packed
-from tests.pieces import Pieces, take_apart
+from tests.tampered import Pieces, take_apart
 
 CODES = torch.arange(60, dtype=torch.int8).remainder(3).reshape(4, 15) - 1
 TERNARY = Encoded(

@@ -12,10 +12,10 @@ import pytest
 from safetensors.torch import save_file
 
 import factorpack as fp
-from factorpack import cli
+from factorpack import commands as cli
 from factorpack.engine import Local
 from factorpack.errors import PlanError
-from tests.helpers import seeded
+from tests.helpers import compress_to, seeded
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_decode(
     before, target = file.read_bytes(), name(file)
     refused(monkeypatch, capsys, "decode", file, "-o", target)
     with pytest.raises(PlanError, match="is read by this command"):
-        fp.export(fp.load(file), target)
+        fp.load(file).decode_to(target)
     assert file.read_bytes() == before
 
 
@@ -166,10 +166,10 @@ def test_in_python(checkpoint: Path, folder: Path) -> None:
     for engine in (None, Local(1, start="fork")):
         for source, target in ((checkpoint, checkpoint), (folder, folder / "model-1.safetensors")):
             with pytest.raises(PlanError, match="is read by this command"):
-                fp.compress_to(target, source, fp.Scalar(4), engine=engine, progress=False)
+                compress_to(target, source, fp.Scalar(4), engine=engine, progress=False)
 
 
 def test_an_old_output_may_be_replaced(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
     for source, target in ((checkpoint, tmp_path / "old.safetensors"), (folder, tmp_path / "b.safetensors")):
         target.write_bytes(b"old")
-        assert len(fp.compress_to(target, source, fp.Scalar(4), progress=False)) == 2
+        assert len(compress_to(target, source, fp.Scalar(4), progress=False)) == 2

@@ -17,7 +17,7 @@ from factorpack.format import schema as schemas
 from factorpack.format.container import Reader
 from tests.golden.make import GOLDEN
 from tests.helpers import little_memory
-from tests.pieces import Pieces, compact, container_of, envelope_of, take_apart
+from tests.tampered import Pieces, compact, container_of, envelope_of, take_apart
 
 BLOB = GOLDEN.read_bytes()
 Tamper = Callable[[Pieces], None]

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from factorpack.errors import FormatError
-from factorpack.format import chunks, entropy, tables
+from factorpack.format import chunks, entropy
+from factorpack.format import frequency_tables as tables
 from factorpack.format.container import Reader
-from factorpack.format.header import read_header
+from factorpack.format.stream_header import read_header
 from tests.golden.make import CHUNKED, GOLDEN
 from tests.helpers import little_memory
-from tests.pieces import Pieces, take_apart
+from tests.tampered import Pieces, take_apart
 
 BLOB = GOLDEN.read_bytes()
 LATENT = take_apart(BLOB).part("conv.weight", "latent")  # (8, 34), 3 bits

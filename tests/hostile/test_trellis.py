@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from factorpack.decode import decode
+from factorpack.decoding import decode
 from factorpack.errors import FormatError
-from factorpack.format import tables, trellis
+from factorpack.format import frequency_tables as tables
+from factorpack.format import trellis_stream as trellis
 from factorpack.format.container import Reader
 from factorpack.methods import SecondOrder
 from tests.helpers import little_memory, seeded, write_packed
-from tests.pieces import Pieces, take_apart
+from tests.tampered import Pieces, take_apart
 
 ENCODED = SecondOrder(step=0.3, trellis=8).encode(seeded(40, 60))
 FACTORS = SecondOrder(step=0.3, trellis=4, tile=9).encode(seeded(32, 32, 3, 3))

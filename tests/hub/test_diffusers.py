@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import factorpack as fp
-from factorpack.cli import app
+from factorpack.commands import app
 from factorpack.errors import SourceError
 from factorpack.hub.folder import CARD, CONFIG, open_folder
 
@@ -64,17 +64,20 @@ def test_a_folder_there_and_back_on_the_command_line(folder: Path, tmp_path: Pat
     card = (small / CARD).read_text()
     assert "factorpack[diffusers]" in card
     assert "transformers" not in card
-    opened = fp.from_pretrained(small)
+    opened = fp.hub.from_pretrained(small)
     assert not opened.training
-    expected = fp.load(small / "model.packed.safetensors").load_into(fp.from_pretrained(folder))
+    expected = fp.load(small / "model.packed.safetensors").load_into(fp.hub.from_pretrained(folder))
     assert torch.equal(answer(opened), answer(expected))
-    assert 0 < (answer(opened) - answer(fp.from_pretrained(folder))).abs().max() < 1
+    assert 0 < (answer(opened) - answer(fp.hub.from_pretrained(folder))).abs().max() < 1
 
 
 @pytest.mark.parametrize("mode", ["packed", "factored"])
 def test_it_may_run_on_its_codes(folder: Path, tmp_path: Path, mode: Any) -> None:
-    fp.save_pretrained(fp.compress(folder, fp.Scalar(4), progress=False), tmp_path / "small", folder)
-    dense, coded = fp.from_pretrained(tmp_path / "small"), fp.from_pretrained(tmp_path / "small", mode)
+    fp.hub.save_pretrained(fp.compress(folder, fp.Scalar(4), progress=False), tmp_path / "small", folder)
+    dense, coded = (
+        fp.hub.from_pretrained(tmp_path / "small"),
+        fp.hub.from_pretrained(tmp_path / "small", mode),
+    )
     torch.testing.assert_close(answer(coded), answer(dense))
 
 
@@ -82,8 +85,8 @@ def test_the_model_itself(diffusers: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     vae = diffusers.AutoencoderKL(block_out_channels=(32,), latent_channels=4, norm_num_groups=8).eval()
     packed = fp.compress(vae, fp.Scalar(8), progress=False)
-    fp.save_pretrained(packed, tmp_path / "small", vae)
-    opened = fp.from_pretrained(tmp_path / "small")
+    fp.hub.save_pretrained(packed, tmp_path / "small", vae)
+    opened = fp.hub.from_pretrained(tmp_path / "small")
     assert type(opened) is type(vae)
     state = packed.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in opened.state_dict().items())
@@ -94,7 +97,7 @@ def test_a_class_that_is_no_model_of_diffusers(folder: Path, name: str) -> None:
     config = json.loads((folder / CONFIG).read_text()) | {"_class_name": name}
     (folder / CONFIG).write_text(json.dumps(config))
     with pytest.raises(SourceError, match=f"has no model '{name}', and factorpack never runs code"):
-        fp.from_pretrained(folder)
+        fp.hub.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("name", [None, 3, ["UNet2DModel"]])
@@ -106,15 +109,15 @@ def test_a_class_name_that_is_none(folder: Path, name: Any) -> None:
 
 
 def test_a_packed_file_of_another_model(folder: Path, tmp_path: Path) -> None:
-    fp.save_pretrained(fp.compress(folder, fp.Scalar(4), progress=False), tmp_path / "small", folder)
+    fp.hub.save_pretrained(fp.compress(folder, fp.Scalar(4), progress=False), tmp_path / "small", folder)
     config = json.loads((tmp_path / "small" / CONFIG).read_text()) | {"block_out_channels": [32, 96]}
     (tmp_path / "small" / CONFIG).write_text(json.dumps(config))
     with pytest.raises(SourceError, match=r"tensor .* in the file"):
-        fp.from_pretrained(tmp_path / "small")
+        fp.hub.from_pretrained(tmp_path / "small")
 
 
 def test_without_diffusers_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / CONFIG).write_text('{"_class_name": "UNet2DModel"}')
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(SourceError, match=r"needs diffusers: pip install 'factorpack\[diffusers\]'"):
-        fp.from_pretrained(tmp_path)
+        fp.hub.from_pretrained(tmp_path)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import factorpack as fp
+from factorpack.decoding import decode
 from factorpack.errors import PlanError, SourceError
 from factorpack.hub.folder import PACKED_FILE, open_folder
 from factorpack.hub.save import write_folder
+from tests.helpers import compress_to
 from tests.hub.conftest import bert, llama, save_tokenizer
 
 TOKENS = torch.arange(24).reshape(2, 12) % 96
@@ -22,7 +24,7 @@ TOKENS = torch.arange(24).reshape(2, 12) % 96
 
 def packed_folder(plain: Path, target: Path) -> fp.Packed:
     return write_folder(
-        target, open_folder(plain), lambda path: fp.compress_to(path, plain, fp.Scalar(5), progress=False)
+        target, open_folder(plain), lambda path: compress_to(path, plain, fp.Scalar(5), progress=False)
     )
 
 
@@ -34,8 +36,8 @@ def logits(model: nn.Module) -> Tensor:
 
 def decoded(plain: Path, packed: fp.Packed) -> nn.Module:
     """The plain model with the packed file's weights put in by hand."""
-    model = fp.from_pretrained(plain)
-    state = {name: fp.decode(encoded) for name, encoded in packed.items()}
+    model = fp.hub.from_pretrained(plain)
+    state = {name: decode(encoded) for name, encoded in packed.items()}
     assert set(model.load_state_dict(state, strict=False).missing_keys) <= {"lm_head.weight"}
     return model
 
@@ -44,10 +46,10 @@ def test_there_and_back(folder: Path, tmp_path: Path) -> None:
     packed = packed_folder(folder, tmp_path / "small")
     assert packed.path == tmp_path / "small" / PACKED_FILE
     expected = logits(decoded(folder, packed))
-    model = fp.from_pretrained(tmp_path / "small")
+    model = fp.hub.from_pretrained(tmp_path / "small")
     assert not model.training
     assert torch.equal(logits(model), expected)
-    assert not torch.equal(expected, logits(fp.from_pretrained(folder)))
+    assert not torch.equal(expected, logits(fp.hub.from_pretrained(folder)))
     tied = json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied  # type: ignore[union-attr]
 
@@ -55,17 +57,20 @@ def test_there_and_back(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["packed", "factored"])
 def test_it_may_run_on_its_codes(folder: Path, tmp_path: Path, mode: Any) -> None:
     packed_folder(folder, tmp_path / "small")
-    dense, coded = fp.from_pretrained(tmp_path / "small"), fp.from_pretrained(tmp_path / "small", mode)
+    dense, coded = (
+        fp.hub.from_pretrained(tmp_path / "small"),
+        fp.hub.from_pretrained(tmp_path / "small", mode),
+    )
     torch.testing.assert_close(logits(coded), logits(dense))
     with pytest.raises(PlanError, match="packed folders"):
-        fp.from_pretrained(folder, mode)
+        fp.hub.from_pretrained(folder, mode)
 
 
 def test_transformers_own_verb(folder: Path, tmp_path: Path, transformers: Any) -> None:
     packed_folder(folder, tmp_path / "small")
-    fp.register()
+    fp.hub.register()
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small")
-    assert torch.equal(logits(model), logits(fp.from_pretrained(tmp_path / "small")))
+    assert torch.equal(logits(model), logits(fp.hub.from_pretrained(tmp_path / "small")))
     assert getattr(model.config, "quantization_config", None) is None
     narrow = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small", dtype=torch.bfloat16)
     assert narrow.dtype == torch.bfloat16
@@ -79,7 +84,7 @@ def test_without_factorpack_nothing_opens(
 ) -> None:
     """Random weights under a warning would be worse than an error."""
     packed_folder(folder, tmp_path / "small")
-    fp.register()
+    fp.hub.register()
     known = transformers.quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING
     monkeypatch.delitem(known, "factorpack")
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
@@ -110,7 +115,7 @@ def test_what_goes_along(folder: Path, tmp_path: Path, transformers: Any) -> Non
     assert f"{report.file_bytes:,} bytes" in card
     assert f"{report.file_ratio:.2f} times smaller" in card
     assert all(f"| `{line.name}` |" in card for line in report.tensors)
-    assert 'fp.from_pretrained("small")' in card
+    assert 'fp.hub.from_pretrained("small")' in card
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -119,11 +124,11 @@ def test_models_themselves(transformers: Any, tmp_path: Path, tied: bool) -> Non
     packed = fp.compress(model, ratio=5, calibration=[{"input_ids": TOKENS}], progress=False)
     assert packed.aliases == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
     assert packed["model.norm.weight"].kind in ("keep", "constant")
-    fp.save_pretrained(packed, tmp_path / "small", like=model)
+    fp.hub.save_pretrained(packed, tmp_path / "small", like=model)
     expected = logits(packed.load_into(model))
-    assert torch.equal(logits(fp.from_pretrained(tmp_path / "small")), expected)
+    assert torch.equal(logits(fp.hub.from_pretrained(tmp_path / "small")), expected)
     with pytest.raises(SourceError, match="like a int"):
-        fp.save_pretrained(packed, tmp_path / "other", like=3)
+        fp.hub.save_pretrained(packed, tmp_path / "other", like=3)
 
 
 def test_an_encoder(transformers: Any, tmp_path: Path) -> None:
@@ -132,8 +137,8 @@ def test_an_encoder(transformers: Any, tmp_path: Path) -> None:
     mask[1, 5:] = 0
     batches = [{"input_ids": TOKENS, "attention_mask": mask}]
     packed = fp.compress(model, ratio=6, calibration=batches, progress=False)
-    fp.save_pretrained(packed, tmp_path / "small", like=model)
-    opened = fp.from_pretrained(tmp_path / "small")
+    fp.hub.save_pretrained(packed, tmp_path / "small", like=model)
+    opened = fp.hub.from_pretrained(tmp_path / "small")
     packed.load_into(model)
     with torch.no_grad():
         found, expected = (net(**batches[0]).last_hidden_state for net in (opened, model))
@@ -154,7 +159,7 @@ def test_a_folder_is_whole_or_not_there(folder: Path, tmp_path: Path) -> None:
     packed_folder(folder, target)
     with pytest.raises(FileExistsError, match="there already"):
         packed_folder(folder, target)
-    assert fp.from_pretrained(target) is not None
+    assert fp.hub.from_pretrained(target) is not None
 
 
 def test_a_head_that_is_stored_beside_its_table(transformers: Any, tmp_path: Path) -> None:
@@ -181,10 +186,10 @@ def test_without_transformers_it_says_what_to_install(
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(SourceError, match=r"pip install 'factorpack\[hf\]'"):
-        fp.from_pretrained(tmp_path)
+        fp.hub.from_pretrained(tmp_path)
 
 
 def test_a_tokenizer_alone_is_no_model(transformers: Any, tmp_path: Path) -> None:
     save_tokenizer(transformers, tmp_path)
     with pytest.raises(SourceError, match="no model's folder"):
-        fp.from_pretrained(tmp_path)
+        fp.hub.from_pretrained(tmp_path)

@@ -94,7 +94,9 @@ def test_a_config_that_is_none(tmp_path: Path, text: str, says: str) -> None:
 def test_a_config_without_architectures(tmp_path: Path, named: Any) -> None:
     folder = made(tmp_path / "model", {**CONFIG, "architectures": named})
     with pytest.raises(SourceError, match="expected a list with a class of transformers"):
-        fp.save_pretrained(fp.compress(folder, fp.Scalar(8), progress=False), tmp_path / "small", like=folder)
+        fp.hub.save_pretrained(
+            fp.compress(folder, fp.Scalar(8), progress=False), tmp_path / "small", like=folder
+        )
     assert not (tmp_path / "small").exists()
 
 
@@ -106,7 +108,7 @@ def test_a_class_that_is_no_model_of_transformers(tmp_path: Path, transformers: 
     )
     (folder / "code.py").write_text("raise SystemExit('it ran')")
     with pytest.raises(SourceError, match=f"no model '{name}', and factorpack never runs code"):
-        fp.from_pretrained(folder)
+        fp.hub.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "gone.safetensors", 3, None])
@@ -115,12 +117,12 @@ def test_a_packed_file_that_is_not_in_the_folder(tmp_path: Path, name: Any) -> N
     stated = {"quant_method": "factorpack", "file": name}
     folder = made(tmp_path / "model", {**CONFIG, "quantization_config": stated})
     with pytest.raises(SourceError, match="expected one beside it"):
-        fp.from_pretrained(folder)
+        fp.hub.from_pretrained(folder)
 
 
 def packed(transformers: Any, tmp_path: Path) -> Path:
     model = llama(transformers, tied=False, layers=1)
-    fp.save_pretrained(fp.compress(model, fp.Scalar(4), progress=False), tmp_path / "small", like=model)
+    fp.hub.save_pretrained(fp.compress(model, fp.Scalar(4), progress=False), tmp_path / "small", like=model)
     return tmp_path / "small"
 
 
@@ -130,7 +132,7 @@ def test_a_damaged_packed_file(transformers: Any, tmp_path: Path) -> None:
     raw[-100] ^= 1
     file.write_bytes(raw)
     with pytest.raises(FormatError, match="checksum"):
-        fp.from_pretrained(tmp_path / "small")
+        fp.hub.from_pretrained(tmp_path / "small")
 
 
 def test_a_packed_file_of_another_model(transformers: Any, tmp_path: Path) -> None:
@@ -139,14 +141,14 @@ def test_a_packed_file_of_another_model(transformers: Any, tmp_path: Path) -> No
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
     with pytest.raises(SourceError, match="lacks 9 tensors of a LlamaForCausalLM"):
-        fp.from_pretrained(folder)
+        fp.hub.from_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 95}))
     with pytest.raises(SourceError, match=r"embed_tokens\.weight' is \(96, 64\) in the file, \(95, 64\)"):
-        fp.from_pretrained(folder)
+        fp.hub.from_pretrained(folder)
 
 
 def test_a_plain_file_under_a_packed_name(transformers: Any, tmp_path: Path) -> None:
     folder = packed(transformers, tmp_path)
     save_file({"a": seeded(3, 3)}, folder / PACKED_FILE)
     with pytest.raises(SourceError, match="is no packed file"):
-        fp.from_pretrained(folder)
+        fp.hub.from_pretrained(folder)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import factorpack as fp
 from factorpack.errors import SourceError
 from factorpack.hub.texts import line_batches, perplexity, spread, token_batches, windows
+from tests.commands.test_commands import printed, run
 from tests.hub.conftest import bert, save_llama, save_tokenizer
-from tests.test_cli import printed, run
 
 
 class Letters:
@@ -153,7 +153,7 @@ def test_an_encoder_reads_lines(
     save_tokenizer(transformers, tmp_path / "bert")
     options = ("--ratio", 5, "--calibration", text, "--length", 16, "--samples", 4)
     assert run(monkeypatch, "compress", tmp_path / "bert", "-o", tmp_path / "small", *options) == 0
-    assert type(fp.from_pretrained(tmp_path / "small")).__name__ == "BertModel"
+    assert type(fp.hub.from_pretrained(tmp_path / "small")).__name__ == "BertModel"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from factorpack.decode import decode
+from factorpack.decoding import decode
 from factorpack.errors import PlanError, WeightError
 from factorpack.methods import Keep
 from factorpack.record import DTYPES

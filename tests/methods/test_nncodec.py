@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from factorpack.decode import decode
+from factorpack.decoding import decode
 from factorpack.errors import PlanError
 from factorpack.format.streams import encode_part
 from factorpack.methods import NNCodec

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import factorpack as fp
-from factorpack.decode import decode
+from factorpack.decoding import decode
 from factorpack.errors import PlanError
 from factorpack.methods import Prune
 from factorpack.quantize.uniform import fit_scale, from_codes, to_codes

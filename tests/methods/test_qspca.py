@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from factorpack.decode import decode
+from factorpack.decoding import decode
 from factorpack.errors import PlanError
 from factorpack.methods import QSPCA
 from factorpack.quantize.uniform import from_codes

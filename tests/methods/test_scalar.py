@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from factorpack.decode import decode
+from factorpack.decoding import decode
 from factorpack.errors import PlanError, WeightError
 from factorpack.methods import Scalar
 from factorpack.quantize.uniform import fit_scale, from_codes, to_codes

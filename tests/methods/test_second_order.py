@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import factorpack as fp
-from factorpack.decode import decode
+from factorpack.calibrate import calibrate
+from factorpack.decoding import decode
 from factorpack.errors import PlanError, WeightError
 from factorpack.format.streams import coded_bytes
 from factorpack.methods import METHODS, from_fields
@@ -299,7 +300,7 @@ def test_layers_are_given_the_moments_they_should_be(sequential: bool) -> None:
     net = Net().eval()
     method = fp.SecondOrder(bits=3)
     packed = fp.compress(net, method, calibration=[IMAGES], sequential=sequential, progress=False)
-    calibration = fp.calibrate(net, [IMAGES])
+    calibration = calibrate(net, [IMAGES])
     before = Net().eval()
     for name in ("stem.weight", "body.weight", "up.weight"):
         before.get_parameter(name).data.copy_(decode(packed[name]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from factorpack.decode import decode
+from factorpack.decoding import decode
 from factorpack.errors import PlanError
 from factorpack.methods import TTQ
 from factorpack.tune.trainable import TrainableLevels

@@ -51,7 +51,7 @@ def test_split_codes_are_exact_and_take_less(shape: tuple[int, int], opset: int)
     width = code_width(int(codes.min()), int(codes.max()))
     assert sum(len(each.data) for each in sketch.stored) < 0.8 * codes.numel() * width / 8
     pytest.importorskip("onnxruntime")
-    from tests.onnx.test_kinds import rebuilt
+    from tests.onnx.test_writers import rebuilt
 
     scale = torch.ones(1, 1, dtype=torch.float16)
     encoded = Encoded("scalar", shape, torch.float32, {"codes": codes, "scale": scale}, {"codes": 16})

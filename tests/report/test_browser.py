@@ -17,7 +17,7 @@ from selenium.webdriver.remote.webelement import WebElement
 
 import factorpack as fp
 from benchmarks.screenshots import CHROMIUM, DRIVER, chromium, show
-from factorpack.plan.curves import Curve
+from factorpack.budget.curves import Curve
 from factorpack.report.facts import ComparisonFacts, CurveFacts, Facts, PointFacts, TensorFacts, gather
 from factorpack.report.html import write_page
 from tests.helpers import seeded
@@ -37,7 +37,7 @@ WIDTHS = (360, 768, 1400)
 
 
 def real_facts(folder: Path) -> Facts:
-    packed = fp.compress(STATE, fp.QSPCA(16, 3, tile=64), layers={"blocks.2.weight": fp.VQ(16, 8)})
+    packed = fp.compress(STATE, fp.QSPCA(16, 3, tile=64), layers={"blocks.2.weight": fp.methods.VQ(16, 8)})
     fp.save(packed, folder / "net.safetensors")
     curves = {
         name: Curve([1, 2, 4], [9000, 5000, 900], [1e-4 * (place + 1), 1e-2, 1.0], 9216, 9, 1.0)

@@ -10,13 +10,13 @@ import torch
 
 import factorpack as fp
 from factorpack import size
+from factorpack.budget.curves import Curve
+from factorpack.budget.norms import FOLDED
 from factorpack.comparison.grid import weight_error
-from factorpack.decode import DECODERS
-from factorpack.norms import FOLDED
-from factorpack.plan.curves import Curve
+from factorpack.decoding import DECODERS, decode
+from factorpack.report.differences import BIN_WIDTH, BINS, error_histogram
 from factorpack.report.facts import ITEMS, KINDS, Facts, gather
-from factorpack.report.groups import groups_of
-from factorpack.report.verify import BIN_WIDTH, BINS, error_histogram
+from factorpack.report.name_groups import groups_of
 from tests.helpers import seeded, write_packed
 
 STATE = {
@@ -66,7 +66,7 @@ def test_zeros_and_bits_of_a_tensor(packed: fp.Packed, facts: Facts) -> None:
 def test_errors_are_those_of_float64(packed: fp.Packed, facts: Facts) -> None:
     for tensor in facts.tensors:
         original = STATE[tensor.name].double()
-        difference = fp.decode(packed[tensor.name]).double() - original
+        difference = decode(packed[tensor.name]).double() - original
         assert tensor.error == pytest.approx(float(difference.norm() / original.norm()))
         assert tensor.largest_error == pytest.approx(float(difference.abs().max()))
         if tensor.kind != "keep":

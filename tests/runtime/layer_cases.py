@@ -17,14 +17,14 @@ METHODS: dict[str, Method] = {
     "factors a column": fp.QSPCA(5, 4, tile=8, center=False, latent_scales="column"),
     "factors over kernels": fp.SecondOrder(step=0.2, tile=9),
     "scalar": fp.Scalar(3),
-    "one scale": fp.LSQ(5, channels=False),
+    "one scale": fp.methods.LSQ(5, channels=False),
     "wide codes": fp.SecondOrder(step=0.001, price=0.0),
-    "levels": fp.ABCNet(3, channels=True),
-    "one bit": fp.LSQ(1),
-    "codewords": fp.VQ(8, tile=5, iterations=2),
-    "sums of codewords": fp.AQ(2, 8, tile=4, iterations=1),
-    "svd": fp.SVD(rank=3),
-    "spatial": fp.SpatialSVD(rank=3),
+    "levels": fp.methods.ABCNet(3, channels=True),
+    "one bit": fp.methods.LSQ(1),
+    "codewords": fp.methods.VQ(8, tile=5, iterations=2),
+    "sums of codewords": fp.methods.AQ(2, 8, tile=4, iterations=1),
+    "svd": fp.methods.SVD(rank=3),
+    "spatial": fp.methods.SpatialSVD(rank=3),
 }
 
 LAYERS: dict[str, tuple[nn.Module, Tensor]] = {

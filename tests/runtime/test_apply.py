@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import factorpack as fp
-from factorpack.runtime import measure
+from factorpack.runtime import timing as measure
 from factorpack.runtime.apply import MODES, resident_bytes
 from tests.helpers import assert_close, seeded
 from tests.runtime.layer_cases import compress

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import factorpack as fp
-from factorpack.decode import check, decode, specs
+from factorpack.decoding import check, decode, specs
 from factorpack.quantize.uniform import code_dtype, code_range
 from factorpack.record import Encoded
 from factorpack.runtime.factored import FACTORED, FactoredLayer, why_not_factored
-from factorpack.runtime.layers import hold_packed
-from factorpack.runtime.weight import PackedWeight
+from factorpack.runtime.packed_layers import hold_packed
+from factorpack.runtime.packed_weight import PackedWeight
 from tests.helpers import assert_close, seeded
 from tests.runtime.layer_cases import LAYERS, both
 

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import factorpack as fp
-from factorpack.decode import decode
+from factorpack.decoding import decode
 from factorpack.runtime import multiply
+from factorpack.runtime.code_rows import WIDTHS, pack_rows, unpack_rows
 from factorpack.runtime.factored import FactoredLinear
-from factorpack.runtime.layers import PackedLinear, hold_packed
 from factorpack.runtime.multiply import multiply_codes, multiply_reference, why_no_kernel
-from factorpack.runtime.rows import WIDTHS, pack_rows, unpack_rows
-from factorpack.runtime.weight import PackedWeight
+from factorpack.runtime.packed_layers import PackedLinear, hold_packed
+from factorpack.runtime.packed_weight import PackedWeight
 from tests.helpers import assert_close, assert_same_tensor, seeded
 from tests.runtime.layer_cases import compress
-from tests.runtime.test_rows import random_codes
+from tests.runtime.test_code_rows import random_codes
 
 
 def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -170,7 +170,7 @@ METHODS = {
     "factors a column": (fp.QSPCA(16, 4, tile=32, latent_scales="column"), "factored", FactoredLinear),
     "factors rebuilt": (fp.QSPCA(16, 4, tile=32), "packed", PackedLinear),
     "scalar": (fp.Scalar(4), "packed", PackedLinear),
-    "one scale": (fp.LSQ(3, channels=False), "packed", PackedLinear),
+    "one scale": (fp.methods.LSQ(3, channels=False), "packed", PackedLinear),
 }
 INPUTS = seeded(2, 3, 512)
 
@@ -194,7 +194,7 @@ def layers(request: pytest.FixtureRequest) -> tuple[nn.Module, nn.Module]:
 def test_layers_answer_as_their_weight(
     layers: tuple[nn.Module, nn.Module], dtype: torch.dtype, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("factorpack.runtime.layers.on_gpu", lambda _: kernel)
+    monkeypatch.setattr("factorpack.runtime.packed_layers.on_gpu", lambda _: kernel)
     model, dense = layers
     expected = dense.double()(INPUTS.double())
     found = model.to(dtype)(INPUTS.to(dtype))
@@ -208,7 +208,7 @@ def test_layers_answer_as_their_weight(
 def test_layers_compile_export_and_take_mixed_precision(
     layers: tuple[nn.Module, nn.Module], kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("factorpack.runtime.layers.on_gpu", lambda _: kernel)
+    monkeypatch.setattr("factorpack.runtime.packed_layers.on_gpu", lambda _: kernel)
     model, dense = layers
     expected = dense(INPUTS)
     torch.compiler.reset()  # the cases share code, which may be compiled so many times

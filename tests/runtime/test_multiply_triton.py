@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from factorpack.quantize.uniform import code_range
-from factorpack.runtime.rows import WIDTHS, pack_rows
+from factorpack.runtime.code_rows import WIDTHS, pack_rows
 from tests.helpers import relative_error, seeded
 from tests.runtime import triton_interpreter
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import factorpack as fp
-from factorpack.decode import decode
-from factorpack.pieces import pieces
-from factorpack.runtime.weight import PackedWeight
+from factorpack.decoding import decode
+from factorpack.kinds.slices import pieces
+from factorpack.runtime.packed_weight import PackedWeight
 
 METHODS = [fp.Scalar(bits=bits) for bits in (2, 3, 4, 8)] + [
     fp.QSPCA(rank=32, tile=64, latent_bits=bits) for bits in (2, 3, 4, 8)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, linear
 
-from factorpack.decode import decode
+from factorpack.decoding import decode
 from factorpack.errors import PlanError
 from factorpack.methods import QSPCA
 from factorpack.quantize.uniform import fit_scale, minmax_scale, to_codes

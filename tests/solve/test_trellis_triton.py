@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from factorpack.solve.feedback import feedback_factor, round_with_feedback
-from factorpack.solve.trellis import fit_trellis
+from factorpack.solve.trellis_search import fit_trellis
 from tests.helpers import seeded
 
 pytest.importorskip("triton", reason="the kernel needs triton, which comes with CUDA builds of torch")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import factorpack as fp
+from factorpack.decoding import decode
 from factorpack.quantize.uniform import code_range
 from factorpack.tune.rate import LengthTable, RateTerm, fit_table
 from factorpack.tune.trainable import QuantizedRows
@@ -255,7 +256,7 @@ def test_dead_rows_are_removed(scales: str, dead: list[int]) -> None:
     assert found.parts["codebook_scale"].shape == (1, rank)
     assert found.parts["latent_scale"].shape == ((rank, 1) if scales == "row" else (1, 60))
     assert found.extra_zeros <= int((found.parts["latent"] == 0).sum())
-    assert_close(fp.decode(found), fp.decode(encoded))
+    assert_close(decode(found), decode(encoded))
     exact = [
         (each.parts["codebook"].double() * each.parts["codebook_scale"].double())
         @ (each.parts["latent"].double() * each.parts["latent_scale"].double())
@@ -271,7 +272,7 @@ def test_columns_of_zeros_go_as_rows_do() -> None:
     encoded = replace(encoded, parts={**encoded.parts, "codebook": codebook})
     found = without_dead_rows(encoded)
     assert found.parts["codebook"].shape == (16, 8)
-    assert_close(fp.decode(found), fp.decode(encoded))
+    assert_close(decode(found), decode(encoded))
 
 
 @pytest.mark.parametrize("method", [fp.Scalar(4), fp.Keep()])

@@ -14,8 +14,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import factorpack as fp
-from factorpack.format.whole import file_bytes
-from factorpack.model import Packed
+from factorpack.decoding import decode
+from factorpack.format.packed_file import file_bytes
+from factorpack.packed import Packed
+from factorpack.record import Encoded
 from factorpack.tune import steer
 from factorpack.tune.steer import Controller
 from tests.helpers import assert_same_encoded, seeded
@@ -143,19 +145,19 @@ def test_a_target_no_codes_can_meet() -> None:
 
 def test_indices_of_codewords_cannot_be_had_for_less() -> None:
     """Training leaves them, so a target they do not meet is refused, and one they do needs no steering."""
-    start = fp.compress(wide(), fp.VQ(16), progress=False)
+    start = fp.compress(wide(), fp.methods.VQ(16), progress=False)
     ratio = start.size().original_bytes / file_bytes(start, start.aliases)
-    packed = tune(replace(FAST, epochs=2, target_ratio=0.98 * ratio), fp.VQ(16))
+    packed = tune(replace(FAST, epochs=2, target_ratio=0.98 * ratio), fp.methods.VQ(16))
     for name, encoded in start.items():
         if encoded.kind == "codewords":
             assert torch.equal(packed[name].parts["indices"], encoded.parts["indices"])
     with pytest.raises(fp.PlanError, match="without a single code"):
-        tune(replace(FAST, target_ratio=1.1 * ratio), fp.VQ(16))
+        tune(replace(FAST, target_ratio=1.1 * ratio), fp.methods.VQ(16))
 
 
 def halved(packed: Packed) -> Packed:
     """Biases in FP16, as something still to be done to a trained model."""
-    kept = {name: fp.Keep("float16").encode(fp.decode(packed[name])) for name in packed if "bias" in name}
+    kept = {name: fp.Keep("float16").encode(decode(packed[name])) for name in packed if "bias" in name}
     return Packed({name: kept.get(name, packed[name]) for name in packed}, packed.aliases)
 
 
@@ -227,7 +229,7 @@ def folded() -> tuple[nn.Module, Packed]:
     net = perceptron(norm=True)
     packed = fp.compress(net, SCALAR, progress=False)
     constants = {
-        name: fp.Encoded("constant", (32,), torch.float32, {"value": packed[name].parts["values"][:1]})
+        name: Encoded("constant", (32,), torch.float32, {"value": packed[name].parts["values"][:1]})
         for name in ("1.running_mean", "1.running_var")
     }
     packed.replace({name: constants.get(name, packed[name]) for name in packed})

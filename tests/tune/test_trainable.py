@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import factorpack as fp
 from factorpack import methods
-from factorpack.decode import codeword_indices
+from factorpack.decoding import codeword_indices, decode
 from factorpack.errors import PlanError
 from factorpack.quantize.uniform import code_range, from_codes
+from factorpack.record import Encoded
 from factorpack.tiles import to_tiles
 from factorpack.tune.packed_model import PackedModel
 from factorpack.tune.trainable import (
@@ -30,7 +31,7 @@ CONV = seeded(16, 6, 3, 3)  # as (in, out / groups, ...) of a transposed convolu
 ZEROS = torch.cat([torch.zeros(3, 20), seeded(45, 20)])
 
 
-def unsigned(encoded: fp.Encoded) -> fp.Encoded:
+def unsigned(encoded: Encoded) -> Encoded:
     """Scales of minus zero as zero: a scale that learns has no such sign to keep."""
     parts = {name: part if name in encoded.bits else part + 0.0 for name, part in encoded.parts.items()}
     return replace(encoded, parts=parts)
@@ -63,14 +64,14 @@ SCALARS = {
 }
 
 
-def one_scale(encoded: fp.Encoded, part: str) -> fp.Encoded:
+def one_scale(encoded: Encoded, part: str) -> Encoded:
     """With the first of its scales for all its rows."""
     return replace(encoded, parts={**encoded.parts, part: encoded.parts[part][:1, :1].contiguous()})
 
 
 FACTORS["one scale"] = one_scale(fp.QSPCA(9, 4, tile=16).encode(WEIGHT), "latent_scale")
 SCALARS["one scale"] = one_scale(fp.Scalar(4).encode(WEIGHT), "scale")
-SCALARS["twelve bits"] = fp.Encoded(
+SCALARS["twelve bits"] = Encoded(
     "scalar",
     (48, 20),
     torch.float32,
@@ -90,13 +91,13 @@ LEVELS = {
     "huge": methods.ABCNet(4).encode(WEIGHT * 1e30),
 }
 CODEWORDS = {
-    "one stage": fp.VQ(16).encode(WEIGHT),
-    "two stages": fp.AQ(2, 8).encode(WEIGHT),
-    "transposed": fp.VQ(16).encode(CONV, transposed_groups=2),
-    "a last tile that is filled up": fp.VQ(16, tile=7).encode(WEIGHT),
-    "tiny": fp.VQ(16).encode(WEIGHT * 1e-30),
-    "huge": fp.AQ(2, 8).encode(WEIGHT * 1e30),
-    "zeros": fp.VQ(16).encode(torch.zeros(48, 20)),
+    "one stage": fp.methods.VQ(16).encode(WEIGHT),
+    "two stages": fp.methods.AQ(2, 8).encode(WEIGHT),
+    "transposed": fp.methods.VQ(16).encode(CONV, transposed_groups=2),
+    "a last tile that is filled up": fp.methods.VQ(16, tile=7).encode(WEIGHT),
+    "tiny": fp.methods.VQ(16).encode(WEIGHT * 1e-30),
+    "huge": fp.methods.AQ(2, 8).encode(WEIGHT * 1e30),
+    "zeros": fp.methods.VQ(16).encode(torch.zeros(48, 20)),
 }
 CASES = {f"factors, {name}": each for name, each in FACTORS.items()}
 CASES |= {f"scalar, {name}": each for name, each in SCALARS.items()}
@@ -142,9 +143,9 @@ def test_its_weight_is_the_decoded_one(case: str) -> None:
             trainable.codebook().detach(), from_codes(parts["codebook"], parts["codebook_scale"])
         )
         assert_same_tensor(trainable.latent().detach(), from_codes(parts["latent"], parts["latent_scale"]))
-        assert_close(weight, fp.decode(encoded))  # up to the order of a matrix product's sums
+        assert_close(weight, decode(encoded))  # up to the order of a matrix product's sums
     else:
-        assert_same_tensor(weight, fp.decode(encoded))
+        assert_same_tensor(weight, decode(encoded))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -161,9 +162,9 @@ def test_what_training_sees_stays_what_is_stored(case: str) -> None:
     if isinstance(trainable, TrainableFactors):
         latent = from_codes(stored.parts["latent"], stored.parts["latent_scale"])
         assert torch.equal(trainable.latent(), latent)  # a masked number may be minus zero
-        assert_close(trainable().detach(), fp.decode(stored))
+        assert_close(trainable().detach(), decode(stored))
     else:
-        assert torch.equal(trainable(), fp.decode(stored))
+        assert torch.equal(trainable(), decode(stored))
     assert_same_encoded(TRAINABLE[encoded.kind](stored).encoded(), stored)
 
 
@@ -205,7 +206,7 @@ def test_adam_s_first_step_moves_no_scale(case: str) -> None:
     growths = [each for name, each in trainable.named_parameters() if name.endswith("growth")]
     assert len(growths) == len(encoded.bits)
     assert not any(growth.any() for growth in growths)
-    assert case == "factors, zeros" or not torch.equal(trainable(), fp.decode(encoded))
+    assert case == "factors, zeros" or not torch.equal(trainable(), decode(encoded))
 
 
 @pytest.mark.parametrize("case", ["one stage", "two stages", "transposed"])
@@ -240,16 +241,16 @@ def test_training_moves_codewords_and_no_index() -> None:
         error.backward()
         optimizer.step()
     after = trainable.encoded()
-    moved = fp.decode(encoded) * 1.3  # what the same indices can do at the least
+    moved = decode(encoded) * 1.3  # what the same indices can do at the least
     assert errors[-1] < 1.01 * (moved - goal).square().mean().item() < errors[0]
     assert_same_tensor(after.parts["indices"], encoded.parts["indices"])
     assert not torch.equal(after.parts["codebook"], encoded.parts["codebook"])
-    assert_same_tensor(fp.decode(after), trainable().detach())
+    assert_same_tensor(decode(after), trainable().detach())
 
 
 @pytest.mark.parametrize("factor", [1e-20, 1.0, 1e20])
 def test_one_rate_moves_codewords_of_any_spread_alike(factor: float) -> None:
-    encoded = fp.VQ(16).encode(WEIGHT * factor)
+    encoded = fp.methods.VQ(16).encode(WEIGHT * factor)
     trainable = TrainableCodewords(encoded)
     before = encoded.parts["codebook"].float()
     optimizer = torch.optim.Adam(trainable.parameters(), lr=3e-4, eps=0.0)
@@ -266,10 +267,10 @@ def test_codewords_stop_at_what_their_type_holds() -> None:
     with torch.no_grad():
         trainable.numbers.mul_(1e9)
     assert trainable().abs().max() == 65504
-    assert_same_tensor(trainable().detach(), fp.decode(trainable.encoded()))
+    assert_same_tensor(trainable().detach(), decode(trainable.encoded()))
 
 
-def shaken(trainable: TrainableFactors | TrainableScalar, steps: int = 3) -> fp.Encoded:
+def shaken(trainable: TrainableFactors | TrainableScalar, steps: int = 3) -> Encoded:
     """After steps against random gradients, large enough to reach every code."""
     optimizer = torch.optim.SGD(trainable.parameters(), lr=1e-3)
     for step in range(steps):
@@ -466,10 +467,10 @@ def test_tied_weights_stay_one() -> None:
     assert packed.aliases == {"head.weight": "embed.weight"}
     model = PackedModel(packed, Tied())
     words = torch.arange(5)
-    weight = fp.decode(packed["embed.weight"])
+    weight = decode(packed["embed.weight"])
     assert_close(model(words).detach(), weight[:5] @ weight.T)
     trained(model, words)
-    after = fp.decode(model.encoded(packed)["embed.weight"])
+    after = decode(model.encoded(packed)["embed.weight"])
     assert not torch.equal(after, weight)
     assert_close(model(words).detach(), after[:5] @ after.T)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import factorpack as fp
-from factorpack.cli import app
+from factorpack.commands import app
 from tests.tune.small_net import METHOD, loader, perceptron
 
 SCHEDULE = fp.Schedule(epochs=2, learning_rate=1e-2, seed=5)

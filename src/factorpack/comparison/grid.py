@@ -14,24 +14,25 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from factorpack.budget import budget_bytes, source_bytes
+from factorpack.budget.meet import budget_bytes, source_bytes
+from factorpack.budget.norms import small_leftovers
+from factorpack.budget.planner import Planner
+from factorpack.comparison.ladders import Ladders
 from factorpack.comparison.opponents import OPPONENTS, PLANNED, chosen, for_sizing, without_data
-from factorpack.comparison.search import Ladders
-from factorpack.decode import decode
+from factorpack.comparison.permute import permute_model
+from factorpack.compression import compress
+from factorpack.decoding import decode
 from factorpack.errors import PlanError
 from factorpack.format.atomic import atomic_write
-from factorpack.format.locked import locked
+from factorpack.format.locks import locked
+from factorpack.format.packed_file import file_bytes
 from factorpack.format.streams import raw_bytes
-from factorpack.format.whole import file_bytes
 from factorpack.methods import Method, samples_of
-from factorpack.methods.codewords import tile_of
-from factorpack.model import Checkpoint, Packed, compress, load, save
-from factorpack.norms import small_leftovers
-from factorpack.permute import permute_model
-from factorpack.plan.planner import Planner
-from factorpack.plan.rules import not_a_weight
+from factorpack.methods.codeword_tiles import tile_of
+from factorpack.packed import Packed, load, save
+from factorpack.planning.rules import not_a_weight
 from factorpack.progress import Progress
-from factorpack.source import open_source
+from factorpack.source import Checkpoint, open_source
 from factorpack.tune.schedule import Schedule
 
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
@@ -177,7 +178,7 @@ class Grid:
     def _trained(self, packed: Packed, start: nn.Module, target: float) -> dict[str, Any]:
         if self.train is None:
             return {}
-        from factorpack.tune.finetune import finetune  # accelerate is an extra
+        from factorpack.tune.training import finetune  # accelerate is an extra
 
         schedule = replace(self.schedule, target_ratio=target)
         finetune(

@@ -10,19 +10,20 @@ from typing import Any
 
 from torch import nn
 
-from factorpack.budget import source_bytes
-from factorpack.budgeter import MOMENT_BYTES
+from factorpack.budget.budgeter import MOMENT_BYTES
+from factorpack.budget.meet import source_bytes
+from factorpack.budget.planner import Planner
 from factorpack.comparison.grid import Evaluate, Grid, Point, files_of
 from factorpack.comparison.opponents import PLANNED, chosen
 from factorpack.engine import Engine, Task, outcomes
 from factorpack.errors import PlanError
-from factorpack.format.locked import locked
-from factorpack.parts import BASE_BYTES
-from factorpack.plan.planner import Planner
-from factorpack.source import check_output, model_from, open_source
-from factorpack.tune.commands import device, weights_into
-from factorpack.tune.evaluate import evaluate
+from factorpack.format.locks import locked
+from factorpack.format.overwrite import check_output
+from factorpack.per_tensor import BASE_BYTES
+from factorpack.source import model_from, open_source
+from factorpack.tune.accuracy import evaluate
 from factorpack.tune.images import ImageFolder, image_folder, loader, unlabelled
+from factorpack.tune.models import device, weights_into
 from factorpack.tune.schedule import Schedule
 
 WRITTEN = ("compare.json", "compare.md", "compare.png", "compare.svg")

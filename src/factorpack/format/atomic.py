@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from factorpack.format.locked import is_still, lock
+from factorpack.format.locks import is_still, lock
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from factorpack.format.tables import Counts
+from factorpack.format.frequency_tables import Counts
 
 MAX_CLASSES = 32
 """Of rows, and of columns."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from factorpack.decode import check, codeword_indices, specs
+from factorpack.decoding import check, codeword_indices, specs
 from factorpack.errors import FormatError, SourceError
 from factorpack.format import schema as schemas
 from factorpack.format.atomic import atomic_write

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from factorpack.errors import FormatError
-from factorpack.format import chunks, tables
+from factorpack.format import chunks
+from factorpack.format import frequency_tables as tables
 from factorpack.format.chunks import Chunks, Kind
 from factorpack.format.classes import (
     Classing,
@@ -25,8 +26,8 @@ from factorpack.format.classes import (
     fit_classes,
     one_class,
 )
-from factorpack.format.header import Header, read_header, write_header
-from factorpack.format.tables import Counts
+from factorpack.format.frequency_tables import Counts
+from factorpack.format.stream_header import Header, read_header, write_header
 
 _DEARER = 0.005
 """The share by which chunks may make a stream longer, for the sake of speed."""

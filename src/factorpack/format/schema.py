@@ -12,13 +12,13 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from factorpack.decode import PartSpec, check
+from factorpack.decoding import PartSpec, check
 from factorpack.errors import FormatError
 from factorpack.format.bitpack import packed_bytes
 from factorpack.format.streams import ANS, CODECS, PACKED, PATHS, RAW, TRELLIS, raw_size
+from factorpack.quantize.trellis import MEMORY
 from factorpack.quantize.uniform import MAX_STORED_BITS, code_dtype
 from factorpack.record import DTYPES, THRESHOLDED, dtype_name
-from factorpack.trellis import MEMORY
 
 VERSION = 1
 MAX_JSON_BYTES = 1 << 25

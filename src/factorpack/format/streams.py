@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from factorpack.decode import LAYOUTS, PartSpec
+from factorpack.decoding import LAYOUTS, PartSpec
 from factorpack.errors import FormatError
-from factorpack.format import entropy, trellis
+from factorpack.format import entropy, trellis_stream
 from factorpack.format.bitpack import pack, packed_bytes, unpack
 from factorpack.quantize.uniform import code_range
 from factorpack.record import Encoded
@@ -32,7 +32,7 @@ def encode_part(part: Tensor, bits: int, split: int = 0, states: int = 0) -> tup
     codes = part.cpu().numpy()
     _check_range(codes, bits)
     if states:
-        return TRELLIS, trellis.encode(codes, states, split)
+        return TRELLIS, trellis_stream.encode(codes, states, split)
     fixed_bytes = packed_bytes(codes.size, bits)
     coded = entropy.encode(codes, split)
     if len(coded) < fixed_bytes:
@@ -46,7 +46,7 @@ def estimated_part_bytes(part: Tensor, bits: int, split: int = 0, states: int = 
     if not bits:
         return part.numel() * part.dtype.itemsize
     if states:
-        return trellis.estimated_bytes(part.cpu().numpy(), states, split)
+        return trellis_stream.estimated_bytes(part.cpu().numpy(), states, split)
     fixed_bytes = packed_bytes(part.numel(), bits)
     return min(fixed_bytes, entropy.estimated_bytes(part.cpu().numpy(), split))
 
@@ -93,7 +93,7 @@ def decode_part(codec: str, data: bytes, spec: PartSpec, states: int = 0) -> Ten
         wide = unpack(data, rows * columns, spec.bits).astype(np.int32) + low
         codes: entropy.Codes = wide.astype(np.int8 if spec.bits <= 8 else np.int16)
     elif codec == TRELLIS:
-        codes = trellis.decode(data, rows, columns, states)
+        codes = trellis_stream.decode(data, rows, columns, states)
         _check_range(codes, spec.bits)
     else:
         codes = entropy.decode(data, rows, columns)

@@ -8,7 +8,7 @@ from factorpack.size import SizeReport, TensorSize
 _HOW = """```python
 import factorpack as fp
 
-model = fp.from_pretrained("{folder}")  # needs pip install 'factorpack[{extra}]'
+model = fp.hub.from_pretrained("{folder}")  # needs pip install 'factorpack[{extra}]'
 ```
 """
 _AUTO = """or, with transformers' own verb:
@@ -17,7 +17,7 @@ _AUTO = """or, with transformers' own verb:
 import factorpack as fp
 from transformers import {auto}
 
-fp.register()
+fp.hub.register()
 model = {auto}.from_pretrained("{folder}")
 ```
 """

@@ -14,7 +14,7 @@ from torch import nn
 from factorpack.errors import PlanError, SourceError
 from factorpack.hub.folder import EXTRAS, QUANTIZATION, Folder, open_folder
 from factorpack.hub.quantizer import register
-from factorpack.model import Packed, load
+from factorpack.packed import Packed, load
 from factorpack.runtime.apply import Mode
 from factorpack.source import open_source
 
@@ -31,7 +31,7 @@ def from_pretrained(
     `packed.apply`; any but "dense" wants the names that the model itself gives its tensors, as a folder
     made from a model has.
 
-    >>> model = fp.from_pretrained("small-llama")  # doctest: +SKIP
+    >>> model = fp.hub.from_pretrained("small-llama")  # doctest: +SKIP
     """
     opened = open_folder(folder)
     file = opened.packed_file

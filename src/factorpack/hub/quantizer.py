@@ -12,14 +12,14 @@ from typing import Any
 from factorpack.errors import SourceError
 from factorpack.format.container import is_packed
 from factorpack.hub.folder import METHOD
-from factorpack.model import export, load
+from factorpack.packed import load
 
 
 @cache
 def register() -> None:
     """Lets transformers' `from_pretrained` open packed folders, in this process; imports transformers.
 
-    Never by itself: `import factorpack` stays light and leaves transformers alone. `fp.from_pretrained`
+    Never by itself: `import factorpack` stays light and leaves transformers alone. `fp.hub.from_pretrained`
     calls it too.
     """
     try:
@@ -90,5 +90,5 @@ def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
 def _plain(file: Path, folder: Path) -> str:
     if not is_packed(file):
         raise SourceError(f"{file} is no packed file, and the config says that it is one")
-    export(load(file), folder / file.name, progress=False)
+    load(file).decode_to(folder / file.name, progress=False)
     return str(folder / file.name)

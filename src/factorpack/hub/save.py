@@ -13,10 +13,10 @@ from typing import Any
 
 from factorpack.errors import SourceError
 from factorpack.format.atomic import atomic_folder
-from factorpack.format.whole import write_packed
+from factorpack.format.packed_file import write_packed
 from factorpack.hub.card import card
 from factorpack.hub.folder import CARD, CONFIG, METHOD, PACKED_FILE, QUANTIZATION, Folder, open_folder
-from factorpack.model import Packed, load
+from factorpack.packed import Packed, load
 from factorpack.record import dtype_name
 from factorpack.version import __version__
 
@@ -27,7 +27,7 @@ def save_pretrained(packed: Packed, folder: str | Path, like: Any) -> Packed:
     `like` says whose weights they are: the Hugging Face folder they came from, or the model itself, of
     transformers or of diffusers (a tokenizer is then saved into the folder by its own `save_pretrained`).
 
-    >>> fp.save_pretrained(packed, "small-llama", like="llama")  # doctest: +SKIP
+    >>> fp.hub.save_pretrained(packed, "small-llama", like="llama")  # doctest: +SKIP
     """
     if isinstance(like, str | Path):
         return write_folder(folder, open_folder(like), _writes(packed))

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from factorpack.calibrate import device_of, evaluating
+from factorpack.batches import device_of, evaluating
 from factorpack.errors import SourceError
 from factorpack.progress import Progress
 

@@ -18,6 +18,7 @@ from factorpack.methods.spatial_svd import SpatialSVD
 from factorpack.methods.svd import SVD
 from factorpack.methods.ttq import TTQ
 from factorpack.methods.vq import VQ
+from factorpack.solve.projected import ProjectedGradient
 
 METHODS: dict[str, type[Method]] = {
     "qspca": QSPCA,
@@ -52,6 +53,7 @@ __all__ = [
     "Keep",
     "Method",
     "NNCodec",
+    "ProjectedGradient",
     "Prune",
     "Scalar",
     "SecondOrder",

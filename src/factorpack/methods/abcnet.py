@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from factorpack.decode import level_range
+from factorpack.decoding import level_range
 from factorpack.errors import PlanError
 from factorpack.methods.protocol import check_type, rows_of
 from factorpack.quantize.uniform import storable

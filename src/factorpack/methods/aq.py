@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.methods.codewords import check_settings, cut, tile_of
+from factorpack.methods.codeword_tiles import check_settings, cut, tile_of
 from factorpack.methods.protocol import check_type
 from factorpack.record import Encoded, LayerMoments, LayerSample
 from factorpack.solve.additive import additive, with_best_codes

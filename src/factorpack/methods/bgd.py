@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.methods.codewords import Regime, Tiles, check_regime, check_settings, cut, tile_of
+from factorpack.methods.codeword_tiles import Regime, Tiles, check_regime, check_settings, cut, tile_of
 from factorpack.methods.protocol import check_type
 from factorpack.methods.vq import VQ
 from factorpack.record import Encoded, LayerMoments, LayerSample

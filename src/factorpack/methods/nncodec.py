@@ -13,7 +13,7 @@ from factorpack.methods.protocol import check_type, rows_of
 from factorpack.methods.second_order import encode_at
 from factorpack.record import Encoded, LayerMoments, LayerSample
 from factorpack.solve.code_length import HIGH_RATE
-from factorpack.solve.second_order import problem
+from factorpack.solve.layer_problem import problem
 
 QP_LIMIT = 500
 QP_STEPS = 4

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.methods.codewords import Regime, check_regime, check_settings, cut, tile_of
+from factorpack.methods.codeword_tiles import Regime, check_regime, check_settings, cut, tile_of
 from factorpack.methods.protocol import check_type
 from factorpack.record import Encoded, LayerMoments, LayerSample
 from factorpack.solve.kmeans import annealed_kmeans, kmeans, spread

@@ -12,6 +12,7 @@ from torch import Tensor
 from factorpack.errors import PlanError
 from factorpack.format.streams import coded_bytes
 from factorpack.methods.protocol import check_type, rows_of
+from factorpack.quantize.trellis import MEMORY, SHORTEST
 from factorpack.quantize.uniform import (
     MAX_STORED_BITS,
     check_bits,
@@ -23,9 +24,8 @@ from factorpack.quantize.uniform import (
 from factorpack.record import Encoded, LayerMoments, LayerSample
 from factorpack.solve.code_length import HIGH_RATE
 from factorpack.solve.feedback import round_with_feedback
-from factorpack.solve.second_order import CODEBOOK_BITS, DAMPING, Basis, Problem, problem, tile_basis
-from factorpack.solve.trellis import FINE_STEP
-from factorpack.trellis import MEMORY, SHORTEST
+from factorpack.solve.layer_problem import CODEBOOK_BITS, DAMPING, Basis, Problem, problem, tile_basis
+from factorpack.solve.trellis_search import FINE_STEP
 
 
 @dataclass(frozen=True, slots=True)

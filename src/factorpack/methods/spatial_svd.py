@@ -18,8 +18,7 @@ from factorpack.tiles import to_spatial
 class SpatialSVD(LowRank):
     """W[o, i, y, x] ~ sum_k v[k, i, y] u[o, k, x], the closest of its rank (Jaderberg et al. 2014).
 
-    It is the truncated SVD of the weight read as (in*h, out*w). `as_two_layers` makes of a convolution one
-    of h x 1 filters and one of 1 x w filters.
+    It is the truncated SVD of the weight read as (in*h, out*w).
     """
 
     name: ClassVar[str] = "spatial_svd"

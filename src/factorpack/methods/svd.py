@@ -71,10 +71,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class SVD(LowRank):
-    """The closest product U V of a given rank to the weight read as (out, in*h*w) (Denton et al. 2014).
-
-    `as_two_layers` makes of a layer one of `rank` outputs and one of 1x1 filters.
-    """
+    """The closest product U V of a given rank to the weight read as (out, in*h*w) (Denton et al. 2014)."""
 
     name: ClassVar[str] = "svd"
 

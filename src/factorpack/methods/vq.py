@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from factorpack.methods.codewords import Regime, check_regime, check_settings, cut, tile_of
+from factorpack.methods.codeword_tiles import Regime, check_regime, check_settings, cut, tile_of
 from factorpack.record import Encoded, LayerMoments, LayerSample
 from factorpack.solve.kmeans import kmeans, spread
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from factorpack.onnx.export import Exported, export_onnx
+from factorpack.onnx.exporter import Exported, export
 
-__all__ = ["Exported", "export_onnx"]
+__all__ = ["Exported", "export"]

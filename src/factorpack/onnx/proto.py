@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
-from factorpack.onnx.kinds import rebuild, saves
 from factorpack.onnx.sketch import INT4_OPSET, Sketch, Type
+from factorpack.onnx.writers import rebuild, saves
 from factorpack.record import Encoded
 
 _INT4_IR = 10

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
+from factorpack.budget.curves import Curve
+from factorpack.budget.norms import FOLDED
 from factorpack.errors import PlanError
-from factorpack.model import Checkpoint, Packed
-from factorpack.norms import FOLDED
-from factorpack.plan.curves import Curve
-from factorpack.report.groups import groups_of
-from factorpack.report.tables import printable
-from factorpack.report.verify import TensorCheck, verify
+from factorpack.packed import Packed
+from factorpack.report.differences import TensorCheck, verify
+from factorpack.report.name_groups import groups_of
+from factorpack.report.text import printable
 from factorpack.size import TensorSize, zero_share
+from factorpack.source import Checkpoint
 
 KINDS = {
     "factors": "quantized factors",

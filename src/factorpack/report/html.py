@@ -20,9 +20,9 @@ from string import Template
 from typing import Any
 
 from factorpack.format.atomic import atomic_write
+from factorpack.report.differences import BIN_WIDTH
 from factorpack.report.facts import ITEMS, KINDS, Facts
-from factorpack.report.tables import human_bytes
-from factorpack.report.verify import BIN_WIDTH
+from factorpack.report.text import human_bytes
 
 SCRIPTS = ("dom", "tooltip", "treemap", "streams", "layer", "chart", "curves", "pareto", "table", "main")
 _DIGITS = 6

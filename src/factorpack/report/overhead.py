@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from factorpack.decode import LAYOUTS
-from factorpack.model import Packed
-from factorpack.record import Encoded
+from factorpack.decoding import LAYOUTS
+from factorpack.packed import Packed
+from factorpack.record import Encoded, weight_of
 from factorpack.runtime.factored import why_not_factored
-from factorpack.source import TRANSPOSED, weight_of
+from factorpack.source import TRANSPOSED
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

@@ -9,15 +9,14 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from factorpack.decode import decode, decode_into
+from factorpack.decoding import decode, decode_into
 from factorpack.errors import PlanError
-from factorpack.record import Encoded
+from factorpack.record import Encoded, weight_of
 from factorpack.runtime.choose import choose
 from factorpack.runtime.factored import FACTORED, why_not_factored
-from factorpack.runtime.layers import PACKED, PackedLayer, hold_packed
-from factorpack.runtime.measure import timed
-from factorpack.runtime.weight import CODED, PackedWeight
-from factorpack.source import weight_of
+from factorpack.runtime.packed_layers import PACKED, PackedLayer, hold_packed
+from factorpack.runtime.packed_weight import CODED, PackedWeight
+from factorpack.runtime.timing import timed
 
 Mode = Literal["dense", "packed", "factored", "auto"]
 MODES: tuple[str, ...] = get_args(Mode)

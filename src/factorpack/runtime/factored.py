@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from factorpack.quantize.uniform import from_codes
 from factorpack.record import Encoded
-from factorpack.runtime.layers import (
+from factorpack.runtime.packed_layers import (
     PackedConv1d,
     PackedConv2d,
     PackedConv3d,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import WeightError
-from factorpack.runtime.rows import check_rows, unpack_rows, unpack_rows_reference
+from factorpack.runtime.code_rows import check_rows, unpack_rows, unpack_rows_reference
 
 MOST_INPUTS = 1024
 """Inputs up to which the kernel is used: on an H200 it is still twice as fast there as unpacking first."""

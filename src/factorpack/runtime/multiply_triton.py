@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from factorpack.runtime.rows import as_cells, fields, row_cells
+from factorpack.runtime.code_rows import as_cells, fields, row_cells
 
 UNSUITED = (triton.OutOfResources, triton.CompilationError)
 """What is raised, before anything runs, where a GPU or a version of triton cannot do what is asked."""

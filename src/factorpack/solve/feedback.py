@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from factorpack.solve.code_length import CodeLengths
-from factorpack.solve.trellis import TrellisLengths
+from factorpack.solve.trellis_search import TrellisLengths
 
 BLOCK = 128
 

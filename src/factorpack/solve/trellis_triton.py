@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from factorpack.quantize.trellis import segment_rows
 from factorpack.solve.code_length import CLASSES, REACH
-from factorpack.solve.trellis import TrellisLengths, links
-from factorpack.trellis import segment_rows
+from factorpack.solve.trellis_search import TrellisLengths, links
 
 SUBSETS = 4
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from factorpack.calibrate import forward
+from factorpack.batches import forward
 from factorpack.errors import PlanError, SourceError
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

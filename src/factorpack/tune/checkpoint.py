@@ -13,7 +13,7 @@ import torch
 
 from factorpack.errors import SourceError
 from factorpack.format.atomic import atomic_write
-from factorpack.model import Packed
+from factorpack.packed import Packed
 
 _KEYS = {"fingerprint", "done", "model", "optimizer", "epoch_random", "step_random", "steering"}
 

@@ -8,10 +8,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from factorpack.decode import narrowed
+from factorpack.decoding import narrowed
 from factorpack.errors import SourceError
 from factorpack.methods import Keep
-from factorpack.model import Packed
+from factorpack.packed import Packed
 from factorpack.quantize.straight_through import straight_through
 from factorpack.record import Encoded
 from factorpack.tune.trainable import TRAINABLE, Trainable

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.format.whole import file_bytes
-from factorpack.model import Packed
+from factorpack.format.packed_file import file_bytes
+from factorpack.packed import Packed
 from factorpack.record import Encoded
 from factorpack.tune.packed_model import PackedModel
 from factorpack.tune.rate import RateTerm, quantized_rows

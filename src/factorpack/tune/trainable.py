@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from factorpack.decode import LAYOUTS, codeword_indices, level_range, narrowed, summed_codewords
+from factorpack.decoding import LAYOUTS, codeword_indices, level_range, narrowed, summed_codewords
 from factorpack.errors import PlanError
 from factorpack.quantize.straight_through import fake_quantize, straight_through
 from factorpack.quantize.uniform import root_mean_square, to_codes

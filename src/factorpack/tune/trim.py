@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from factorpack.decode import LAYOUTS
+from factorpack.decoding import LAYOUTS
 from factorpack.record import Encoded
 from factorpack.tune.rate import fit_table
 from factorpack.tune.trainable import QuantizedRows

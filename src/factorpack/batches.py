@@ -1,0 +1,84 @@
+"""Batches of inputs in any of the accepted forms, and running a model on them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from factorpack.errors import SourceError
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside the block, and each module's own mode again after it."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def forward(model: nn.Module, batch: Any) -> Any:
+    """Runs a model on a batch of any of the accepted forms."""
+    positional, named = arguments_of(model, batch)
+    return model(*positional, **named)
+
+
+def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
+    """What a model is called with for a batch: arguments by place and by name, on its device."""
+    device = device_of(model)
+    inputs = inputs_of(batch)
+    if not isinstance(inputs, Mapping):
+        return (inputs.to(device),), {}
+    named = {key: value.to(device) for key, value in inputs.items()}
+    return ((named,), {}) if _takes_a_dictionary(model, named) else ((), named)
+
+
+def _takes_a_dictionary(model: nn.Module, named: Mapping[str, Tensor]) -> bool:
+    """Whether a forward's first argument is needed and none of the names: it takes them as one dictionary."""
+    first = next(iter(inspect.signature(model.forward).parameters.values()), None)
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if first is None or first.kind not in places or first.default is not first.empty:
+        return False
+    return first.name not in named
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's tensors are; one that runs on codes may have buffers alone."""
+    tensors = chain(model.parameters(), model.buffers())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def mask_of(batch: Any) -> Tensor | None:
+    """Which tokens of a batch of texts are real, (samples, tokens); None where the batch does not say."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+
+def inputs_of(batch: Any) -> Any:
+    """What a batch feeds a model: a tensor, or a dictionary of them; labels are left out."""
+    if isinstance(batch, list | tuple) and batch and isinstance(batch[0], Tensor | Mapping):
+        batch = batch[0]
+    if isinstance(batch, Tensor):
+        return batch
+    if isinstance(batch, Mapping) and batch and all(isinstance(value, Tensor) for value in batch.values()):
+        return batch
+    raise SourceError(
+        f"a calibration batch is a {type(batch).__name__}; expected a tensor, a pair whose first is one, "
+        "or a dictionary of them"
+    )
+
+
+def batch_size(batch: Any) -> int:
+    """Samples in a batch of any of the accepted forms."""
+    inputs = inputs_of(batch)
+    first = inputs if isinstance(inputs, Tensor) else next(iter(inputs.values()))
+    return len(first) if first.dim() else 0

@@ -1,0 +1,169 @@
+"""Batch norms and biases around compressed layers: mean outputs put right, leftovers made small."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from factorpack.batches import forward
+from factorpack.decoding import decode
+from factorpack.errors import WeightError
+from factorpack.methods import Keep
+from factorpack.record import Encoded, LayerMoments
+
+NORMS = nn.modules.batchnorm._BatchNorm
+FOLDED = "folded batch norm"
+"""The note of a norm's tensors that were folded."""
+DECIDED = ("excluded by", "chosen by")
+"""How the notes of tensors begin that the caller decided on (plan/rules.py)."""
+MOST_SPREAD = 4.0
+"""A variance is put right by this factor at most."""
+_NORM_PARTS = ("weight", "bias", "running_mean", "running_var")
+
+
+def norms_after(model: nn.Module, batch: Any) -> dict[str, str]:
+    """Layers whose output goes into a batch norm as it is, and the norm's name."""
+    names = {module: name for name, module in model.named_modules()}
+    answers: list[tuple[Tensor, int, str]] = []
+    found: dict[str, str] = {}
+
+    def answered(module: nn.Module, _inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            answers.append((output, output._version, names[module]))
+
+    def norm_called(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        for output, version, name in answers:
+            # A relu in place makes another tensor of it under the same identity.
+            if inputs and output is inputs[0] and output._version == version:
+                found[name] = names[module]
+
+    hooks = []
+    for module in model.modules():
+        if isinstance(module, NORMS):
+            hooks.append(module.register_forward_pre_hook(norm_called))
+        elif isinstance(getattr(module, "weight", None), Tensor):
+            hooks.append(module.register_forward_hook(answered))
+    try:
+        with torch.no_grad():
+            forward(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def correct_outputs(
+    layer: nn.Module,
+    norm: nn.Module | None,
+    weight: Tensor,
+    original: Tensor,
+    moments: LayerMoments,
+    spread: bool = True,
+) -> bool:
+    """Gives a layer the mean output it had, through its norm's running mean or its own bias, if it has one.
+
+    With `spread` its outputs also get the variance they had, where a norm follows: rounding by rate and
+    distortion shrinks them. All of it follows from the moments, without another pass. `weight` and
+    `original` are (out, K).
+    """
+    split = (len(moments.mean), -1, weight.shape[1])
+    weight, original = (each.reshape(split).to(moments.mean) for each in (weight, original))
+    now = (weight @ moments.mean[:, :, None]).flatten()
+    before = (original @ moments.original_mean[:, :, None]).flatten()
+    bias = getattr(layer, "bias", None)
+    with torch.no_grad():
+        if isinstance(norm, NORMS) and norm.running_mean is not None:
+            ratio = torch.ones_like(now)
+            if spread and norm.running_var is not None:
+                ratio = _ratio(weight, original, now, before, moments)
+                changed = (norm.running_var + norm.eps) * ratio.to(norm.running_var) - norm.eps
+                norm.running_var.copy_(changed.clamp_min(0))
+            # The norm's mean output is the original's where (now - mean) / deviation is.
+            added = bias.to(now) if isinstance(bias, Tensor) else 0.0
+            away = (before + added - norm.running_mean.to(before)) * ratio.sqrt()
+            norm.running_mean.copy_(now + added - away)
+        elif isinstance(bias, Tensor):
+            bias.add_((before - now).to(bias))
+        else:
+            return False
+    return True
+
+
+def _power(weight: Tensor, moments: LayerMoments) -> Tensor:
+    """E[(W u)^2] of (groups, out/groups, K): (out,)."""
+    return ((weight @ moments.second.to(weight)) * weight).sum(2).flatten()
+
+
+def _ratio(weight: Tensor, original: Tensor, now: Tensor, before: Tensor, moments: LayerMoments) -> Tensor:
+    """How many times larger the variance of each output is, within reason; 1 where there never was any."""
+    power = moments.original_power
+    wanted = (_power(original, moments) if power is None else power.flatten()) - before.square()
+    least = 1e-6 * wanted.mean().clamp_min(1e-30)
+    ratio = (_power(weight, moments) - now.square()) / wanted.clamp_min(least)
+    return torch.where(wanted > least, ratio.clamp(1 / MOST_SPREAD, MOST_SPREAD), 1.0)
+
+
+def small_leftovers(
+    tensors: Mapping[str, Encoded], model: nn.Module | None, fold_norms: bool = True
+) -> dict[str, Encoded]:
+    """The same model with what is kept raw made small, and its batch norms folded where the model is known.
+
+    At inference a norm is y = a x + b. Its weight becomes a, its bias b, both in FP16; its running mean
+    becomes 0 and its running variance 1 - eps. The same function, but no longer one to train with batch
+    statistics. Tensors the caller excluded, or chose a method for, stay as they are.
+    """
+    norms = (
+        [] if model is None else [(f"{name}." if name else "", norm) for name, norm in model.named_modules()]
+    )
+    norms = [(prefix, norm) for prefix, norm in norms if isinstance(norm, NORMS)]
+    # Statistics that are to be trained stay numbers even where all are equal.
+    trained = {prefix + part for prefix, _ in norms for part in _NORM_PARTS if not fold_norms}
+    small = {
+        name: (half if name in trained else leftover)(decode(encoded)).noted(encoded.note)
+        for name, encoded in tensors.items()
+        if encoded.kind == "keep" and not encoded.note.startswith(DECIDED)
+    }
+    for prefix, norm in norms if fold_norms else []:
+        if all(prefix + part in small for part in _NORM_PARTS):
+            small |= _folded(prefix, norm.eps, *(decode(tensors[prefix + part]) for part in _NORM_PARTS))
+    return {name: small.get(name, encoded) for name, encoded in tensors.items()}
+
+
+def _folded(
+    prefix: str, eps: float, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor
+) -> dict[str, Encoded]:
+    scale = weight.double() / torch.sqrt(variance.double() + eps)
+    shift = bias.double() - mean.double() * scale
+    named = {
+        "weight": half(scale.to(weight.dtype)),
+        "bias": half(shift.to(bias.dtype)),
+        "running_mean": constant(mean, 0.0),
+        "running_var": constant(variance, 1.0 - eps),
+    }
+    return {prefix + part: encoded.noted(FOLDED) for part, encoded in named.items()}
+
+
+def leftover(value: Tensor) -> Encoded:
+    """A tensor that is no weight, as small as it goes: one number where all are equal, FP16 where that is close."""
+    if value.numel() > 1 and bool((value == value.flatten()[0]).all()):
+        return constant(value, value.flatten()[0])
+    return half(value) if value.is_floating_point() and value.dtype.itemsize > 2 else Keep().encode(value)
+
+
+def half(value: Tensor) -> Encoded:
+    """Rounded to FP16, or kept where FP16 would overflow or lose small numbers that differ."""
+    try:
+        encoded = Keep("float16").encode(value)
+    except WeightError:
+        return Keep().encode(value)
+    lost = (value != 0) & (value.abs() < 2.0**-14)
+    return Keep().encode(value) if lost.float().mean() > 0.5 else encoded
+
+
+def constant(like: Tensor, number: float | Tensor) -> Encoded:
+    """A tensor of one value everywhere."""
+    value = torch.as_tensor(number, dtype=like.dtype).reshape(1).cpu()
+    return Encoded("constant", tuple(like.shape), like.dtype, {"value": value})

@@ -1,0 +1,108 @@
+"""`factorpack report`: what is in a packed file, on one page for a browser."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from factorpack.budget.curves import load_curves
+from factorpack.commands.finetune import Json
+from factorpack.comparison.figure import title_of
+from factorpack.comparison.saved import read_comparison
+from factorpack.errors import PlanError
+from factorpack.format.overwrite import check_output
+from factorpack.packed import load
+from factorpack.report.facts import ComparisonFacts, PointFacts, gather
+from factorpack.report.html import write_page
+from factorpack.report.text import human_bytes, printable
+from factorpack.source import Checkpoint, model_from
+
+# One line each, whatever the width, and brackets in a path are no markup.
+console = Console(highlight=False, markup=False, soft_wrap=True)
+
+
+def report(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A packed file.", show_default=False)],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The .html file to write.", show_default=False)
+    ],
+    original: Annotated[
+        str | None,
+        typer.Option(help="The checkpoint it was made from, or module:callable: show what each weight lost."),
+    ] = None,
+    compare: Annotated[
+        list[Path] | None,
+        typer.Option(help="The compare.json of `factorpack compare`; may be given again: accuracy by size."),
+    ] = None,
+    curves: Annotated[
+        Path | None,
+        typer.Option(help="What `compress --curves` kept: how each weight's loss falls with its bytes."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there already.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write one page on a packed file: where the bytes are, layer by layer, and what they cost.
+
+    The page is a single file that needs no network and runs in any browser of today.
+
+    Example:
+
+        factorpack report resnet18.packed.safetensors -o report.html --original resnet18.safetensors
+        --compare comparison/compare.json --curves curves.json
+    """
+    check_output(output, file, curves, original, *(compare or []))
+    if output.exists() and not force:
+        raise PlanError(f"{output} is there already: choose another file, or replace it with --force")
+    known = None
+    if curves is not None:
+        known = load_curves(curves)
+        if known is None:
+            raise PlanError(f"there is no file {curves} with curves")
+    comparisons = [comparison_facts(path) for path in compare or []]
+    facts = gather(load(file), _checkpoint(original), known, comparisons)
+    written = write_page(facts, output)
+    if as_json:
+        problems = {tensor.name: tensor.problem for tensor in facts.tensors if tensor.problem}
+        found = {"path": str(output), "bytes": written, "tensors": len(facts.tensors)}
+        print(json.dumps({**found, "weight_error": facts.error, "problems": problems}))
+    else:
+        console.print(
+            f"{output}: {human_bytes(written)}, a page on {len(facts.tensors)} tensors of {facts.file}"
+        )
+
+
+def comparison_facts(path: Path) -> ComparisonFacts:
+    """The points of a comparison that have a file: their accuracy, or weight error where none was measured."""
+    saved = read_comparison(path)
+    made = [point for point in saved.points if point.file and point.file_bytes > 0]
+    if not made:
+        raise PlanError(f"{path} holds no point with a file: there is nothing to show")
+    scored = [point for point in made if "top1" in point.measured]
+    points = tuple(
+        PointFacts(
+            printable(title_of(point.method)),
+            point.file_bytes,
+            point.file_ratio,
+            point.measured["top1"] if scored else point.weight_error,
+            printable(point.settings),
+        )
+        for point in scored or made
+    )
+    return ComparisonFacts(
+        title=printable(path.resolve().parent.name if path.stem == "compare" else path.stem),
+        measure="top-1" if scored else "weight error",
+        original=saved.original.get("top1") if scored else None,
+        original_bytes=round(made[0].file_bytes * made[0].file_ratio),
+        points=points,
+    )
+
+
+def _checkpoint(original: str | None) -> Checkpoint | None:
+    """A path where there is one of that name, else what `module:callable` makes."""
+    if original is None or Path(original).exists() or ":" not in original:
+        return original
+    return model_from(original)

@@ -1,0 +1,202 @@
+"""`compress`: a model or a checkpoint into a `Packed`, by a method or into a budget."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from factorpack.batches import evaluating
+from factorpack.budget.meet import budget_bytes, compress_to_budget, compress_to_loss
+from factorpack.budget.planner import Planner, Work
+from factorpack.budget.tasks import compress_to_budget_in_parts
+from factorpack.calibrate import Calibration, calibrate
+from factorpack.decoding import decode
+from factorpack.engine import Engine
+from factorpack.errors import PlanError, SourceError
+from factorpack.format.overwrite import check_output
+from factorpack.format.packed_file import write_packed
+from factorpack.methods import Method, samples_of
+from factorpack.methods.protocol import wants_moments
+from factorpack.packed import Packed, load, save
+from factorpack.per_tensor import compress_in_parts, encode
+from factorpack.planning.families import DEFAULT_METHOD, asked, recipe_file
+from factorpack.planning.rules import Choice
+from factorpack.progress import Progress
+from factorpack.record import Encoded, LayerMoments, LayerSample, weight_of
+from factorpack.solve.moments import has_moments
+from factorpack.source import Checkpoint, Source, open_source
+
+
+def compress(
+    source: Checkpoint,
+    method: Method | None = None,
+    *,
+    ratio: float | None = None,
+    max_bytes: int | None = None,
+    max_loss: float | None = None,
+    layers: Mapping[str, Method] | None = None,
+    exclude: Sequence[str] = (),
+    recipe: str | Path | None = None,
+    calibration: Calibration | Iterable[Any] | None = None,
+    sequential: bool = True,
+    planner: Planner | None = None,
+    curves: str | Path | None = None,
+    to: str | Path | None = None,
+    engine: Engine | None = None,
+    progress: bool = True,
+) -> Packed:
+    """Compresses a model, a state dict or a checkpoint on disk: with `method`, or into a budget.
+
+    A budget is one of `ratio` (FP32 bytes over the file's), `max_bytes`, and `max_loss` (nats of
+    Kullback-Leibler divergence from the original's answers on an eighth of the calibration data, kept
+    aside). Steps, bases, ranks, bits and zeros are then chosen for every weight, `planner` says how. With
+    `calibration`, batches of inputs or `calibrate`'s result, and a model, it is the outputs that are kept
+    close; without, the weights. The rate-distortion curves of all weights are in the result's `curves`,
+    and in the file of that name, where the next budget for the same model finds them.
+
+    With a `method` instead, one that wants data needs `calibration` too. The layers are then visited in
+    execution order, and each sees the inputs that the layers compressed before it produce (the original's
+    with `sequential=False`).
+
+    `layers` maps patterns to methods of their own and `exclude` lists patterns to keep raw; a pattern is
+    a glob, or a regular expression behind `re:`. With a method, norms, biases and the first convolution
+    stay raw and the classifier gets 4-bit codes: plan/rules.py has the rules, and each tensor's `note` the
+    one it met.
+
+    A `recipe` states all of this: a file, the name of a family ("resnet"; `factorpack recipes` lists them),
+    or "auto" for the family whose names the model has. The caller's own `layers` and `exclude` come before
+    it. A budget takes from it what is kept raw.
+
+    `to` is a file to write: with a method, or over an engine, no more than one tensor is then held at a time.
+    An `engine` of `factorpack.engine` gives each tensor to one of its workers, who read the checkpoint
+    themselves: the source is then a path. Finished tensors wait in the folder `to`.parts, where the same call
+    goes on after it was killed. With a method the file is the one made without an engine; a budget is met from
+    the weights alone, and its file is the same for any number of workers.
+
+    >>> packed = compress(model, ratio=20, calibration=batches)  # doctest: +SKIP
+    >>> packed = compress(model, QSPCA(rank=128, latent_bits=3, sparsity=0.2))  # doctest: +SKIP
+    >>> packed = compress("folder/", Scalar(4), to="packed.safetensors", engine=Local(8))  # doctest: +SKIP
+    """
+    if to is not None and isinstance(source, str | Path):
+        check_output(Path(to), source, recipe_file(recipe))
+    opened = open_source(source)
+    if calibration is not None and not isinstance(source, nn.Module):
+        raise SourceError(f"calibration runs a model, and the source is a {type(source).__name__}")
+    model = source if isinstance(source, nn.Module) else None
+    budgets = [budget for budget in (ratio, max_bytes, max_loss) if budget is not None]
+    if len(budgets) > 1 or (budgets and method is not None):
+        raise PlanError("give one of a method, ratio, max_bytes and max_loss")
+    if not budgets and (planner is not None or curves is not None):
+        raise PlanError("a planner and its curves meet a budget: give a ratio, max_bytes or max_loss")
+    _, rules = asked(recipe, opened, method, layers or {}, exclude, DEFAULT_METHOD, bool(budgets))
+    kept = Path(curves) if curves is not None else None
+    settings = (planner or Planner(), rules.layers, rules.exclude, kept, progress)
+    work = Work(opened, model, calibration, *settings) if budgets else None
+    if engine is not None:
+        if to is None or calibration is not None or max_loss is not None or curves is not None:
+            raise PlanError(
+                "an engine writes a file from the weights alone: say which with to=, and leave calibration, "
+                "max_loss and curves out"
+            )
+        if work is None:
+            compress_in_parts(Path(to), source, rules.plan(opened), opened, engine, progress)
+        else:
+            wanted = budget_bytes(opened, ratio, max_bytes)
+            compress_to_budget_in_parts(Path(to), source, work, wanted, engine)
+        return load(to)
+    if work is not None:
+        packed = _into_budget(work, ratio, max_bytes, max_loss)
+    elif model is not None and calibration is not None:
+        plan = rules.plan(opened)
+        encoded = dict(_encode_calibrated(model, opened, plan, calibration, sequential, progress))
+        packed = Packed({name: encoded[name] for name in plan}, opened.aliases)
+    else:
+        tensors = _encode_all(opened, rules.plan(opened), progress)
+        if to is not None:
+            write_packed(to, tensors, opened.aliases)
+            return load(to)
+        packed = Packed(dict(tensors), opened.aliases)
+    return packed if to is None else _saved(packed, to)
+
+
+def _into_budget(work: Work, ratio: float | None, max_bytes: int | None, max_loss: float | None) -> Packed:
+    if max_loss is not None:
+        tensors, curves = compress_to_loss(work, max_loss)
+    else:
+        tensors, curves = compress_to_budget(work, budget_bytes(work.source, ratio, max_bytes))
+    packed = Packed(tensors, work.source.aliases)
+    packed.curves = curves
+    return packed
+
+
+def _saved(packed: Packed, path: str | Path) -> Packed:
+    """A packed model as its file holds it."""
+    save(packed, path)
+    loaded = load(path)
+    loaded.curves = packed.curves
+    return loaded
+
+
+def _encode_all(source: Source, plan: Mapping[str, Choice], progress: bool) -> Iterator[tuple[str, Encoded]]:
+    with Progress("compressing", _numel(source), progress) as bar:
+        for name, choice in plan.items():
+            bar.show(name)
+            yield name, encode(name, source, choice)
+            bar.advance(name, source.entries[name].numel)
+
+
+def _encode_calibrated(
+    model: nn.Module,
+    source: Source,
+    plan: Mapping[str, Choice],
+    calibration: Calibration | Iterable[Any],
+    sequential: bool,
+    progress: bool,
+) -> Iterator[tuple[str, Encoded]]:
+    """Layers in execution order, each with a sample where its method wants one; then what never runs."""
+    wanted = {name: samples_of(choice.method) for name, choice in plan.items()}
+    with evaluating(model):
+        if not isinstance(calibration, Calibration):
+            calibration = calibrate(model, calibration, max([*wanted.values(), 1]))
+        running = [name for layer in calibration.order if (name := weight_of(layer)) in plan]
+        idle = [name for name, samples in wanted.items() if samples and name not in running]
+        if idle:
+            raise SourceError(
+                f"{idle[0]!r} does not run on the calibration data: exclude it or give it a method"
+            )
+        compressed = copy.deepcopy(model) if sequential else model
+        targets = dict(compressed.named_parameters())
+        order = [*running, *(name for name in plan if name not in set(running))]
+        with Progress("compressing", _numel(source), progress) as bar:
+            for name in order:
+                bar.show(name)
+                layer = name.removesuffix("weight").removesuffix(".")
+                sample = (
+                    _sample(calibration, layer, model, compressed, plan[name].method)
+                    if wanted[name]
+                    else None
+                )
+                encoded = encode(name, source, plan[name], sample)
+                if sequential and name in targets:
+                    targets[name].data.copy_(decode(encoded))
+                yield name, encoded
+                bar.advance(name, encoded.numel)
+
+
+def _sample(
+    calibration: Calibration, layer: str, model: nn.Module, compressed: nn.Module, method: Method
+) -> LayerSample | LayerMoments | None:
+    """What a method wants to know of a layer; a layer whose inputs cannot be unfolded has no moments."""
+    if not wants_moments(method):
+        return calibration.sample(layer, model, compressed)
+    if not has_moments(model.get_submodule(layer)):
+        return None
+    return calibration.moments([layer], model, None if compressed is model else compressed)[layer]
+
+
+def _numel(source: Source) -> int:
+    return sum(entry.numel for entry in source.entries.values())

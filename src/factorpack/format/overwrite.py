@@ -1,0 +1,44 @@
+"""Refusing to write over what is being read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from factorpack.errors import PlanError
+
+
+def check_output(output: Path, *inputs: str | Path | None) -> None:
+    """Raises PlanError where writing `output` would replace a file that an input is made of.
+
+    Files are compared by identity and not by name: links are followed, and hard links count. Inputs that
+    are not there, or None, are left to whoever reads them.
+    """
+    if not output.exists():
+        return
+    for given in inputs:
+        for file in _files_of(Path(given)) if given is not None else ():
+            if os.path.samefile(output, file):
+                raise PlanError(f"{output} is read by this command ({file}): choose another file to write")
+
+
+def _files_of(path: Path) -> Iterator[Path]:
+    """Every file that an input consists of: itself, all in a folder, or an index and its shards."""
+    if path.is_dir():
+        yield from (each for each in path.rglob("*") if each.is_file())
+    elif path.is_file():
+        yield path
+        if path.name.endswith(".index.json"):
+            yield from (shard for shard in map(path.parent.joinpath, _shard_names(path)) if shard.is_file())
+
+
+def _shard_names(index: Path) -> set[str]:
+    """The shards an index names; none where it is damaged, which is for its reader to say."""
+    try:
+        return {
+            name for name in json.loads(index.read_text())["weight_map"].values() if isinstance(name, str)
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return set()

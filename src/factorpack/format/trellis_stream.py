@@ -1,0 +1,172 @@
+"""Codes that are a path through a trellis <-> bytes: indices, with models by class and by quantizer.
+
+A row's quantizers are known once the rows above are read, so a message goes row by row, the first row of
+every segment first. docs/format.md gives the layout.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import constriction
+import numpy as np
+from numpy.typing import NDArray
+
+from factorpack.errors import FormatError
+from factorpack.format import entropy
+from factorpack.format import frequency_tables as tables
+from factorpack.format.classes import Classing, Symbols, class_counts, fit_classes, one_class
+from factorpack.format.entropy import Codes
+from factorpack.format.stream_header import Header, read_header, write_header
+from factorpack.quantize.trellis import (
+    Flags,
+    Integers,
+    indices_of,
+    levels_of,
+    machine,
+    quiet_columns,
+    segment_rows,
+)
+
+LEAST_ROWS, MOST_ROWS = 16, 1024
+"""Of a segment: more would take a reader many steps, fewer much memory in each."""
+_SEGMENT = struct.Struct("<H")
+
+
+def encode(codes: Codes, states: int, split: int = 0) -> bytes:
+    """Entropy codes a matrix, (r, n), whose view of `split` rows is a path; an error where it is none."""
+    levels = entropy.viewed(codes, split).astype(np.int32)
+    segment = max(segment_rows(len(levels)), LEAST_ROWS)
+    indices, quantizer = indices_of(levels, states, segment)
+    low, order, symbols = entropy.numbered(indices)
+    quiet = quiet_columns(levels)
+    plan, total_bits, _ = _best(symbols, len(order), quantizer, quiet)
+    whole = plan.tables(total_bits)
+    coder = constriction.stream.stack.AnsCoder()
+    models = _models(plan.classing, slice(None), quantizer)
+    for row in reversed(range(min(segment, len(levels)))):
+        picked, sizes = _by_model(models[row::segment])
+        at = picked.size
+        for model in reversed(range(len(sizes))):
+            own = picked[at - sizes[model] : at]
+            entropy.push(coder, symbols[row::segment].ravel()[own], whole[2][model])
+            at -= sizes[model]
+    entropy.push(coder, 2 * plan.classing.columns + ~quiet, whole[1][0])
+    entropy.push(coder, plan.classing.rows, whole[0][0])
+    header = Header(total_bits, low, len(order), whole[0].size, whole[1].size // 2, split)
+    words: NDArray[np.uint32] = coder.get_compressed()
+    return (
+        write_header(header)
+        + _SEGMENT.pack(segment)
+        + tables.write_tables(whole[:2], whole[2], total_bits)
+        + words.astype("<u4").tobytes()
+    )
+
+
+def estimated_bytes(codes: Codes, states: int, split: int = 0) -> int:
+    """Length of `encode`'s stream, within 16 bytes, without coding anything."""
+    levels = entropy.viewed(codes, split).astype(np.int32)
+    indices, quantizer = indices_of(levels, states, segment_rows(len(levels)))
+    low, order, symbols = entropy.numbered(indices)
+    _, total_bits, bits = _best(symbols, len(order), quantizer, quiet_columns(levels))
+    header = Header(total_bits, low, len(order), 1, 1, split)
+    return len(write_header(header)) + _SEGMENT.size + int(bits) // 8 + 4
+
+
+def decode(data: bytes, rows: int, columns: int, states: int) -> NDArray[np.int32]:
+    """The inverse of `encode`."""
+    header, start = read_header(data)
+    if header.chunks:
+        raise FormatError("a path's stream has chunks, which cannot hold it")
+    if len(data) < start + _SEGMENT.size:
+        raise FormatError(f"a path's stream of {len(data)} bytes has no header")
+    (segment,) = _SEGMENT.unpack_from(data, start)
+    if not LEAST_ROWS <= segment <= MOST_ROWS:
+        raise FormatError(f"segments of {segment} rows, allowed are {LEAST_ROWS} to {MOST_ROWS}")
+    if header.split and columns % header.split:
+        raise FormatError(f"{columns} columns cannot be split into {header.split} parts")
+    start += _SEGMENT.size
+    classes = (header.row_classes, header.column_classes)
+    (of_rows, of_columns, *models), taken = tables.read_tables(
+        data[start:],
+        (header.row_classes, 2 * header.column_classes),
+        2 * (sum(classes) - 1),
+        header.symbols,
+        header.total_bits,
+    )
+    coder = entropy.coder_of(data[start + taken :])
+    height = header.split or rows
+    row_class = entropy.pop(coder, height, of_rows)
+    column = entropy.pop(coder, rows * columns // height, of_columns)
+    classing, quiet = Classing(row_class, column >> 1), column & 1 == 0
+    order = entropy.code_order(header.low, header.symbols)
+    levels = _pop_paths(coder, classing, quiet, models, order, states, segment)
+    if not coder.is_empty():
+        raise FormatError("an entropy-coded message is longer than its codes")
+    return entropy.unviewed(levels, header.split, rows)
+
+
+def _pop_paths(
+    coder: entropy.Coder,
+    classing: Classing,
+    quiet: Flags,
+    frequencies: list[tables.Counts],
+    order: Codes,
+    states: int,
+    segment: int,
+) -> NDArray[np.int32]:
+    """Levels row by row, of all segments and columns at once."""
+    of = machine(states)
+    models = [tables.model(each) if len(each) > 1 else None for each in frequencies]
+    rows, columns = len(classing.rows), len(classing.columns)
+    levels = np.empty((rows, columns), np.int32)
+    state = of.start(quiet, -(-rows // segment))
+    for row in range(min(segment, rows)):
+        here = state[: len(range(row, rows, segment))]
+        quantizer = of.quantizer[here]
+        picked, sizes = _by_model(_models(classing, slice(row, None, segment), quantizer))
+        parts = [
+            np.zeros(size, np.int32) if model is None else coder.decode(model, size)
+            for model, size in zip(models, sizes, strict=False)
+            if size
+        ]
+        indices = np.empty(here.size, order.dtype)
+        indices[picked] = order[np.concatenate(parts)]
+        levels[row::segment] = levels_of(indices.reshape(here.shape), quantizer)
+        here[:] = of.step(here, indices.reshape(here.shape))
+    return levels
+
+
+def _models(classing: Classing, rows: slice, quantizer: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The model of every entry of some rows: twice its class, plus its quantizer."""
+    return (2 * (classing.rows[rows, None] + classing.columns) + quantizer).astype(np.uint8)
+
+
+def _by_model(models: NDArray[np.uint8]) -> tuple[Integers, list[int]]:
+    """Places of a row's entries in the order of their models, and how many each model has."""
+    return np.argsort(models.ravel(), kind="stable"), np.bincount(models.ravel()).tolist()
+
+
+def _best(symbols: Symbols, size: int, quantizer: Integers, quiet: Flags) -> tuple[entropy.Plan, int, float]:
+    """The shortest plan found, its total, and its bits without the header."""
+    joint = symbols.astype(np.uint32) + quantizer * np.uint32(size)
+    choices = [
+        (plan.bits(total_bits), number, total_bits, plan)
+        for number, plan in enumerate(_plans(symbols, joint, size, quiet))
+        for total_bits in entropy.TOTALS
+        if plan.fits(total_bits)
+    ]
+    bits, _, total_bits, plan = min(choices, key=lambda choice: choice[:3])
+    return plan, total_bits, bits
+
+
+def _plans(symbols: Symbols, joint: Symbols, size: int, quiet: Flags) -> Iterator[entropy.Plan]:
+    """One class, and classes of rows and columns; each has a table for either quantizer."""
+    both = fit_classes(symbols, 0.25 if symbols.size >= entropy.MANY_CODES else 0.5)
+    for classing in (one_class(*symbols.shape), both):
+        counts = class_counts(joint, classing, 2 * size).reshape(-1, size)
+        width = 2 * (int(classing.columns.max()) + 1)
+        of_columns = np.bincount(2 * classing.columns + ~quiet, minlength=width)
+        of_columns[-1] = max(of_columns[-1], 1)  # a table ends with a symbol that has a frequency
+        yield entropy.Plan(0, classing, [np.bincount(classing.rows)[None], of_columns[None], counts])

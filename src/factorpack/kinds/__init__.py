@@ -1,0 +1,1 @@
+"""How a tensor can be stored: one object per kind."""

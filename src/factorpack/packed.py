@@ -1,0 +1,171 @@
+"""`Packed`, a compressed model, and its file: save, load, decode and run. Nothing here compresses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from factorpack.batches import evaluating, forward
+from factorpack.decoding import decode
+from factorpack.errors import SourceError
+from factorpack.format.container import Reader, write_plain
+from factorpack.format.overwrite import check_output
+from factorpack.format.packed_file import write_packed
+from factorpack.format.read_ahead import read_ahead
+from factorpack.progress import Progress
+from factorpack.record import DTYPES, Encoded
+from factorpack.runtime.apply import Applied, Mode, apply
+from factorpack.size import SizeReport, size_report
+
+if TYPE_CHECKING:
+    from factorpack.budget.curves import Curve
+
+
+class Packed(Mapping[str, Encoded]):
+    """A compressed model: its tensors by name, in memory or still in their file.
+
+    >>> packed = fp.load("model.packed.safetensors")  # doctest: +SKIP
+    >>> model.load_state_dict(packed.state_dict())  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Encoded],
+        aliases: Mapping[str, str] | None = None,
+        reader: Reader | None = None,
+    ) -> None:
+        self._tensors = tensors
+        self.aliases = dict(aliases or {})
+        self._reader = reader
+        self.curves: Mapping[str, Curve] = {}
+        """Rate-distortion curves of the weights, where a budget was planned on them just now."""
+
+    def __getitem__(self, name: str) -> Encoded:
+        return self._tensors[self.aliases.get(name, name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors or name in self.aliases
+
+    def __repr__(self) -> str:
+        where = f" in {self._reader.path}" if self._reader is not None else ""
+        return f"Packed({len(self)} tensors{where})"
+
+    @property
+    def path(self) -> Path | None:
+        """The file this was loaded from or last saved to."""
+        return self._reader.path if self._reader is not None else None
+
+    def shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Type and shape of every decoded tensor, aliases included, without decoding any."""
+        if self._reader is not None:
+            known = {name: (DTYPES[row.dtype], row.shape) for name, row in self._reader.rows.items()}
+        else:
+            known = {name: (encoded.dtype, encoded.shape) for name, encoded in self.items()}
+        return known | {alias: known[target] for alias, target in self.aliases.items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Plain weights under the names they came with; tied tensors are one tensor again."""
+        state = {name: decode(encoded) for name, encoded in self._in_order()}
+        return state | {alias: state[target] for alias, target in self.aliases.items()}
+
+    def decode_to(self, path: str | Path, progress: bool = True) -> None:
+        """Writes the decoded weights as an ordinary safetensors file, holding one tensor at a time."""
+        check_output(Path(path), self.path)
+        shapes = self.shapes()
+        with Progress("decoding", sum(math.prod(shape) for _, shape in shapes.values()), progress) as bar:
+            write_plain(Path(path), shapes, self._decoded(shapes, bar))
+
+    def _decoded(self, names: Iterable[str], bar: Progress) -> Iterator[Tensor]:
+        for name in names:
+            weight = decode(self[name])
+            yield weight
+            bar.advance(name, weight.numel())
+
+    def load_into(self, model: nn.Module) -> nn.Module:
+        """Decodes straight into a model's tensors, one at a time. Names and shapes must fit exactly."""
+        return self.apply(model).model
+
+    def apply(
+        self, model: nn.Module, mode: Mode = "dense", example: Any = None, slack: float = 0.0
+    ) -> Applied:
+        """Makes a model run on this file, in place. Names and shapes must fit exactly.
+
+        "dense" decodes into the model's tensors and costs nothing afterwards. "packed" leaves codes in
+        memory, and each layer rebuilds its weight in every forward. "factored" computes with the factors
+        where a tile lies inside one output filter, and is "packed" elsewhere. "auto" times all three for
+        each layer on `example`, a batch as for calibration, and takes the fastest; with `slack` it may give
+        that share of the layers' dense time for less memory. What became of which layer, and why, is in
+        the result's `layers`.
+
+        >>> print(packed.apply(model, "auto", example=batch))  # doctest: +SKIP
+        """
+        self._check_fits(model)
+        run = None if example is None else partial(_run_once, model, example)
+        return apply(model, self._in_order(), self.aliases, mode, run, slack)
+
+    def _in_order(self) -> Iterable[tuple[str, Encoded]]:
+        """`items`, for a caller who takes them all: those still in their file are decoded ahead by threads."""
+        if not isinstance(self._tensors, Reader):
+            return self.items()
+        return read_ahead(self._tensors, torch.get_num_threads())
+
+    def _check_fits(self, model: nn.Module) -> None:
+        targets = model.state_dict(keep_vars=True)
+        names = {*self, *self.aliases}
+        if names != set(targets):
+            missing, extra = sorted(set(targets) - names), sorted(names - set(targets))
+            raise SourceError(f"the model lacks {extra[:5]}, the file lacks {missing[:5]}")
+        shapes = self.shapes()
+        for name, target in targets.items():
+            if shapes[name][1] != tuple(target.shape):
+                raise SourceError(
+                    f"tensor {name!r} is {shapes[name][1]} in the file, {tuple(target.shape)} in the model"
+                )
+            if target.is_meta:
+                raise SourceError(f"the model's tensor {name!r} is on the meta device: use to_empty() first")
+
+    def replace(self, tensors: Mapping[str, Encoded]) -> None:
+        """Takes other tensors under the same names, in memory from now on."""
+        if list(tensors) != list(self):
+            raise SourceError("a packed model can only be given the tensors it has, in its own order")
+        self._tensors, self._reader = dict(tensors), None
+
+    def size(self) -> SizeReport:
+        """Where the bits are: the paper's accounting, and the file's bytes once there is a file."""
+        if self._reader is None:
+            return size_report(self._tensors)
+        part_bytes = {
+            name: {part: stored.stored_bytes for part, stored in row.parts.items()}
+            | {"header": row.filler_bytes}
+            for name, row in self._reader.rows.items()
+        }
+        return size_report(self._tensors, part_bytes, self._reader.file_bytes)
+
+
+def save(packed: Packed, path: str | Path) -> None:
+    """Writes a packed model. The file appears under its name only when it is whole."""
+    write_packed(path, packed.items(), packed.aliases)
+    packed._reader = Reader(path)
+
+
+def load(path: str | Path) -> Packed:
+    """Opens a packed file: everything is checked now, the tensors are read when they are asked for."""
+    reader = Reader(path)
+    return Packed(reader, reader.schema.aliases, reader)
+
+
+def _run_once(model: nn.Module, example: Any) -> None:
+    with evaluating(model), torch.inference_mode():
+        forward(model, example)

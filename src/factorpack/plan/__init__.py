@@ -1,1 +1,0 @@
-"""Plans: which method each tensor gets."""

@@ -1,0 +1,91 @@
+"""Does a packed file still stand for the weights it was made from?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from factorpack.decoding import decode
+from factorpack.packed import Packed
+from factorpack.record import Encoded
+from factorpack.source import Checkpoint, Source, open_source
+
+BINS = 41
+"""Bins of an error histogram: an odd number, so that the middle one lies around zero."""
+BIN_WIDTH = 0.05
+"""Of such a bin, in standard deviations of the original weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCheck:
+    """How far a decoded tensor is from the original; `problem` is empty where all is well."""
+
+    name: str
+    relative_error: float
+    """||W - W'|| / ||W||, in the Frobenius norm."""
+    largest_error: float
+    problem: str = ""
+    norm: float = 0.0
+    """||W||, where there was something to compare with."""
+    histogram: tuple[int, ...] = ()
+    """How many numbers erred by how much, see `error_histogram`; empty where it was not asked for."""
+
+
+def verify(
+    packed: Packed, against: Checkpoint | None = None, *, histograms: bool = False
+) -> Iterator[TensorCheck]:
+    """Decodes every tensor, and compares it with the original checkpoint's where there is one."""
+    source = open_source(against) if against is not None else None
+    originals = _names(source) if source is not None else {}
+    for name in (*packed, *packed.aliases):
+        encoded = packed[name]
+        weight = decode(encoded)
+        if source is None:
+            yield TensorCheck(name, 0.0, 0.0)
+        elif name not in originals:
+            yield TensorCheck(name, 0.0, 0.0, "not in the original")
+        else:
+            yield _compare(name, weight, source.entries[originals[name]].load(), encoded, histograms)
+    for name in sorted(set(originals) - {*packed, *packed.aliases}):
+        yield TensorCheck(name, 0.0, 0.0, "not in the packed file")
+
+
+def _names(source: Source) -> dict[str, str]:
+    return {**{name: name for name in source.entries}, **source.aliases}
+
+
+def error_histogram(original: Tensor, difference: Tensor) -> tuple[int, ...]:
+    """Errors counted in BINS bins around zero; what lies beyond them is in the outermost two.
+
+    Empty where errors have no unit or no size: a weight without spread, or numbers that are not finite.
+    """
+    spread = float(original.double().std(correction=0)) if original.numel() else 0.0
+    if not 0.0 < spread < float("inf") or not difference.isfinite().all():
+        return ()
+    half = BINS // 2
+    places = (difference.double() / (BIN_WIDTH * spread)).round().clamp(-half, half).long() + half
+    return tuple(torch.bincount(places.flatten(), minlength=BINS).tolist())
+
+
+def _compare(name: str, weight: Tensor, original: Tensor, encoded: Encoded, histograms: bool) -> TensorCheck:
+    if weight.shape != original.shape or weight.dtype != original.dtype:
+        found, expected = (f"{value.dtype} {tuple(value.shape)}" for value in (weight, original))
+        return TensorCheck(name, 0.0, 0.0, f"is {found}, the original {expected}")
+    if encoded.kind == "keep" and encoded.parts["values"].dtype == original.dtype:
+        same = _bits(weight).equal(_bits(original))
+        return TensorCheck(name, 0.0, 0.0, "" if same else "kept raw, yet differs")
+    difference = weight.double() - original.double()
+    norm, lost = float(original.double().norm()), float(difference.norm())
+    relative = lost / norm if norm else (float("inf") if lost else 0.0)
+    largest = float(difference.abs().max()) if difference.numel() else 0.0
+    # Worse than storing nothing at all: no method does that to the weights it was given.
+    problem = "unrelated to the original" if relative > 1.0 else ""
+    counts = error_histogram(original, difference) if histograms else ()
+    return TensorCheck(name, relative, largest, problem, norm, counts)
+
+
+def _bits(value: Tensor) -> Tensor:
+    return value.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,102 @@
+"""Layers whose weight is packed. They are what they were to any code that looks: class, settings, bias, hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from factorpack.runtime.multiply import multiply, on_gpu
+from factorpack.runtime.packed_weight import PackedWeight
+
+
+class PackedLayer(nn.Module):
+    """A layer's own forward, with a `weight` that is rebuilt whenever it is read."""
+
+    packed: PackedWeight
+
+    def _rebuilt(self) -> Tensor:
+        return self.packed()  # type: ignore[no-any-return]
+
+    weight: Any = property(_rebuilt)  # a parameter to the classes it is mixed with, which own the name
+
+    def prepare(self) -> None:
+        """What a class computes once, when a layer becomes one of it."""
+
+
+class PackedLinear(PackedLayer, nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        packed = self.packed
+        if not on_gpu(input) or "codes" not in packed.in_rows:
+            return super().forward(input)
+        return self.multiplied(input.to(computed_in(input)), "codes", packed.part("scale").view(-1))
+
+    def multiplied(self, inputs: Tensor, name: str, scale: Tensor | None) -> Tensor:
+        """Inputs (..., codes of a row) times rows of codes, and the bias: (..., outputs)."""
+        rows, packed = inputs.reshape(-1, inputs.shape[-1]), getattr(self.packed, name)
+        answers = multiply(rows, packed, self.packed.bits[name], scale)
+        answers = answers.view(*inputs.shape[:-1], self.out_features)
+        return answers if self.bias is None else answers + self.bias.to(inputs.dtype)
+
+
+class PackedConv1d(PackedLayer, nn.Conv1d):
+    pass
+
+
+class PackedConv2d(PackedLayer, nn.Conv2d):
+    pass
+
+
+class PackedConv3d(PackedLayer, nn.Conv3d):
+    pass
+
+
+class PackedConvTranspose1d(PackedLayer, nn.ConvTranspose1d):
+    pass
+
+
+class PackedConvTranspose2d(PackedLayer, nn.ConvTranspose2d):
+    pass
+
+
+class PackedConvTranspose3d(PackedLayer, nn.ConvTranspose3d):
+    pass
+
+
+class PackedEmbedding(PackedLayer, nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        """Rebuilds the rows that are asked for, where they are fewer than all and lie apart in the codes."""
+        if self.max_norm is not None or input.numel() >= self.num_embeddings or not self.packed.has_rows:
+            return super().forward(input)
+        return self.packed.rows(input.reshape(-1)).view(*input.shape, self.embedding_dim)
+
+
+PACKED: dict[type[nn.Module], type[PackedLayer]] = {
+    nn.Linear: PackedLinear,
+    nn.Conv1d: PackedConv1d,
+    nn.Conv2d: PackedConv2d,
+    nn.Conv3d: PackedConv3d,
+    nn.ConvTranspose1d: PackedConvTranspose1d,
+    nn.ConvTranspose2d: PackedConvTranspose2d,
+    nn.ConvTranspose3d: PackedConvTranspose3d,
+    nn.Embedding: PackedEmbedding,
+}
+"""A layer's class -> its packed one. A subclass may do anything with its weight, so none is looked up."""
+
+
+def hold_packed(layer: nn.Module, cls: type[PackedLayer], weight: PackedWeight) -> None:
+    """Makes a layer one of a packed class in place: whoever holds it holds the packed one from now on."""
+    del layer._parameters["weight"]
+    layer.__class__ = cls
+    assert isinstance(layer, PackedLayer)
+    layer.packed = weight
+    layer.prepare()
+
+
+def computed_in(input: Tensor) -> torch.dtype:
+    """The type torch multiplies this input in: autocast leaves FP64 alone."""
+    device = input.device.type
+    if torch.is_autocast_enabled(device) and input.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return input.dtype

@@ -1,0 +1,76 @@
+"""The cost model of "auto": each layer's own inputs, through each way of computing it, on this machine."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from factorpack.runtime.packed_layers import PackedLayer, hold_packed
+from factorpack.runtime.packed_weight import PackedWeight
+
+ROUNDS = 5
+"""Times each way is taken, in turns, so that a slow moment of the machine meets all of them."""
+
+Ways = Mapping[nn.Module, tuple[PackedWeight, Mapping[str, type[PackedLayer]]]]
+
+
+def timed(ways: Ways, run_example: Callable[[], object]) -> dict[nn.Module, dict[str, float]]:
+    """Seconds of each layer that runs on the example, dense and in each class it could have."""
+    found: dict[nn.Module, dict[str, float]] = {}
+
+    def measure(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> None:
+        runs = {"dense": layer.forward} | {
+            mode: _variant(layer, cls, ways[layer][0]).forward for mode, cls in ways[layer][1].items()
+        }
+        total = found.setdefault(layer, dict.fromkeys(runs, 0.0))
+        for mode, seconds in least_seconds(runs, args, kwargs).items():
+            total[mode] += seconds
+
+    hooks = [layer.register_forward_hook(measure, with_kwargs=True) for layer in ways]
+    try:
+        run_example()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _variant(layer: nn.Module, cls: type[PackedLayer], weight: PackedWeight) -> nn.Module:
+    """The layer as it would be, beside the layer as it is; the two share everything but the weight."""
+    variant = copy.copy(layer)
+    variant._parameters, variant._modules = dict(layer._parameters), dict(layer._modules)
+    hold_packed(variant, cls, weight)
+    return variant
+
+
+def least_seconds(
+    runs: Mapping[str, Callable[..., object]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    rounds: int = ROUNDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """The least time of each of some functions, called with the same arguments in turns, forth and back.
+
+    `time.process_time` as the clock counts no time that other processes take; it adds up all threads.
+    """
+    least = dict.fromkeys(runs, float("inf"))
+    for turn in range(rounds + 1):
+        for mode, run in list(runs.items())[:: -1 if turn % 2 else 1]:
+            _wait()
+            started = clock()
+            run(*args, **kwargs)
+            _wait()
+            if turn:  # the first warms up
+                least[mode] = min(least[mode], clock() - started)
+    return least
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

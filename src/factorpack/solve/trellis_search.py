@@ -1,0 +1,260 @@
+"""Rounding along a trellis: the levels of a column's rows chosen together, by error and by code length.
+
+Error feedback carries a row's rounding error into that row's later columns alone, so within one column the
+rows are free to be chosen together: a path runs down the rows of all groups. See factorpack/trellis.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from factorpack.quantize.trellis import machine, segment_rows
+from factorpack.solve.code_length import CLASSES, REACH, bits_of_counts, fit_lengths
+
+FINE_STEP = 0.57
+"""The step of levels beside a plain one of equal error: half, and the gain in space given back."""
+QUIET = 0.85
+"""A column with more zeros has no path: there one quantizer is as good as two."""
+MOSTLY_ZERO = 0.88
+"""A class with more zeros begins with a cheap zero in the odd quantizer too."""
+ROUNDS = 3
+MANY_PATHS = 128
+"""From here on it is faster to go row by row, all paths side by side."""
+MAGNITUDES = REACH + 1
+NUMBERS_AT_ONCE = 1 << 18
+ENOUGH_NUMBERS = 1 << 19
+"""That code lengths are fitted to."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrellisLengths:
+    """A rounding of columns to the levels of a path with the least sum of (v - level)^2 + price * bits."""
+
+    table: Tensor
+    """Bits of an index's magnitude and sign by class and quantizer: (batch, CLASSES, 2, MAGNITUDES)."""
+    row_class: Tensor
+    """(batch, rows), and (batch, columns): an entry's class is their sum, clamped."""
+    column_class: Tensor
+    quiet: Tensor
+    """Columns that have no path, (batch, columns)."""
+    price: float
+    """What a bit is worth, in squared steps of the levels."""
+    states: int
+
+    def __call__(self, column: int, values: Tensor) -> Tensor:
+        """Levels for one column; groups, each with rows of its own, stand one behind the other."""
+        whole = values.reshape(len(self.table), -1, 1)
+        return self._paths(whole, slice(column, column + 1))[0].reshape(values.shape)
+
+    def all(self, values: Tensor) -> Tensor:
+        """Every column at once, (batch, rows, columns): for rounding without feedback."""
+        return self.paths(values)[0]
+
+    def paths(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The levels of every column, (batch, rows, columns), and their quantizers."""
+        levels, quantizers = torch.empty_like(values), torch.empty_like(values, dtype=torch.long)
+        many = max(1, NUMBERS_AT_ONCE // (values.shape[0] * values.shape[1]))
+        for start in range(0, values.shape[2], many):
+            part = slice(start, start + many)
+            levels[:, :, part], quantizers[:, :, part] = self._paths(values[:, :, part], part)
+        return levels, quantizers
+
+    def _paths(self, values: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+        batch, rows, width = values.shape
+        segment = segment_rows(rows)
+        classes = self._classes(columns)
+        costs, levels = _branches(_cut(values.abs(), segment), _cut(classes, segment), self.table, self.price)
+        if rows % segment:  # what lies behind the last row costs nothing, whatever it is
+            costs.unflatten(2, (batch, -1, width))[:, rows % segment :, :, -1] = 0
+        quiet = self.quiet[:, None, columns].expand(-1, -(-rows // segment), -1).reshape(-1)
+        alone = (costs[1] < costs[0]).long()
+        taken = torch.where(quiet, alone, cheapest_path(costs, self.states))
+        sizes = _joined(levels.gather(0, taken[None])[0], values)
+        return torch.where(values < 0, -sizes, sizes), _joined(taken >> 1, values)
+
+    def _classes(self, columns: slice) -> Tensor:
+        """The table of each entry, counted through the batch: (batch, rows, columns)."""
+        first = CLASSES * torch.arange(len(self.table), device=self.table.device)[:, None, None]
+        classes = self.row_class[:, :, None] + self.column_class[:, None, columns]
+        return classes.clamp_(0, CLASSES - 1).add_(first)
+
+    def refitted(self, levels: Tensor, quantizers: Tensor) -> TrellisLengths:
+        """Lengths from counts of indices; of a magnitude above zero there are two, of either sign."""
+        magnitude = ((levels.abs() + quantizers) / 2).floor().clamp_max(REACH).long()
+        cell = (self._classes(slice(None)) * 2 + quantizers) * MAGNITUDES + magnitude
+        counts = torch.bincount(cell.flatten(), minlength=self.table.numel()).to(levels)
+        counts = counts.reshape(self.table.shape)
+        spots = torch.arange(MAGNITUDES, device=levels.device, dtype=levels.dtype)
+        return replace(self, table=bits_of_counts(counts, spots, 1 + (spots > 0).to(levels)))
+
+
+def fit_trellis(values: Tensor, price: float, states: int) -> TrellisLengths:
+    """Code lengths for (batch, rows, columns) numbers in units of the levels' step, from the numbers themselves.
+
+    A bit is worth `price` squared plain steps, of which the levels' is FINE_STEP.
+    """
+    coarse = values / 2
+    plain = fit_lengths(coarse, price / (2 * FINE_STEP) ** 2)
+    lengths = TrellisLengths(
+        _first_table(plain.table[:, :, REACH:]),
+        plain.row_class,
+        plain.column_class,
+        (plain.all(coarse) == 0).to(values).mean(1) > QUIET,
+        price / FINE_STEP**2,
+        states,
+    )
+    picked = _spread(values)
+    some = replace(lengths, column_class=lengths.column_class[:, picked], quiet=lengths.quiet[:, picked])
+    for _ in range(ROUNDS):
+        some = some.refitted(*some.paths(values[:, :, picked]))
+    return replace(lengths, table=some.table)
+
+
+def _spread(values: Tensor) -> Tensor:
+    """Columns that are enough to count on, spread evenly: multiples of the golden ratio have no period."""
+    columns = values.shape[2]
+    many = max(1, ENOUGH_NUMBERS // values.shape[1])
+    if columns <= many:
+        return torch.arange(columns, device=values.device)
+    spread = torch.arange(many, dtype=torch.float64, device=values.device) * 0.6180339887498949
+    return ((spread % 1.0) * columns).long()
+
+
+def _first_table(plain: Tensor) -> Tensor:
+    """Bits by quantizer to begin with, from those of plain codes from zero on: (batch, CLASSES, 2, MAGNITUDES).
+
+    Q1 does best without its zero, but where nearly all is zero; searches that begin with a cheap one
+    elsewhere need tens of rounds to give it up.
+    """
+    between = torch.cat([torch.full_like(plain[..., :1], 8.0), (plain[..., 1:] + plain[..., :-1]) / 2], -1)
+    between[..., 1:] += (2 * torch.exp2(-between[..., 1:]).sum(-1, keepdim=True)).log2()
+    is_quiet = torch.exp2(-plain[..., :1]) > MOSTLY_ZERO
+    return torch.stack([plain, torch.where(is_quiet, plain, between)], -2)
+
+
+def _branches(size: Tensor, classes: Tensor, table: Tensor, price: float) -> tuple[Tensor, Tensor]:
+    """The cheapest level of each subset, 2 q + parity, and what it costs: (4, segment, paths) each.
+
+    Of the indices with a parity it is the nearest or the next one inward.
+    """
+    quantizer = torch.tensor([0.0, 0.0, 1.0, 1.0], device=size.device)[:, None, None]
+    parity = torch.tensor([0.0, 1.0, 0.0, 1.0], device=size.device)[:, None, None]
+    near = ((size + (quantizer - 2 * parity)) / 4).round_().clamp_min_(0)
+    index = parity + 2 * torch.stack([near, (near - 1).clamp_min_(0)])
+    level = 2 * index - quantizer * (index > 0)
+    place = (classes * 2 + quantizer.long()) * MAGNITUDES + index.clamp_max_(REACH).long()
+    cost, choice = torch.addcmul(price * table.take(place), size - level, size - level).min(0)
+    return cost, level.gather(0, choice[None])[0]
+
+
+def cheapest_path(costs: Tensor, states: int) -> Tensor:
+    """The subsets, (segment, paths), of the cheapest path from state 0 on, given what each subset costs."""
+    if costs.shape[2] >= MANY_PATHS:
+        return path_by_rows(costs, states)
+    return path_by_halves(costs, states)
+
+
+def path_by_rows(costs: Tensor, states: int) -> Tensor:
+    """Viterbi's search as it is written down: row after row, then back."""
+    source, subset = (table.to(costs.device) for table in _arrivals(states))
+    rows, paths = costs.shape[1:]
+    total = torch.full((states, paths), torch.inf, dtype=costs.dtype, device=costs.device)
+    total[0] = 0
+    choices = torch.empty((rows, states, paths), dtype=torch.bool, device=costs.device)
+    for row in range(rows):
+        first, second = total[source] + costs[:, row][subset]
+        choices[row] = second < first
+        total = torch.minimum(first, second)
+    state = total.argmin(0, keepdim=True)
+    taken = torch.empty((rows, paths), dtype=torch.long, device=costs.device)
+    for row in range(rows - 1, -1, -1):
+        way = choices[row].gather(0, state).long() * states + state
+        taken[row], state = subset.take(way)[0], source.take(way)
+    return taken
+
+
+def path_by_halves(costs: Tensor, states: int) -> Tensor:
+    """The same for few paths: costs between any two states, of two rows, of four, and so on; then back.
+
+    It does more work than row by row in a fraction of the steps, and steps are what few paths pay for.
+    Rows stand in the order of their bits read backwards: neighbours lie in the two halves, at every level.
+    No two ways of two rows lead from one state to the same other, so the first level is a sum.
+    """
+    between, middle = links(states).to(costs.device), _middles(states).to(costs.device)
+    rows, paths = costs.shape[1:]
+    order = _backwards(rows).to(costs.device)
+    padded = costs.new_zeros((5, len(order), paths))  # rows that are not there cost nothing
+    padded[:4, :rows] = costs
+    padded[4] = torch.inf
+    first, second = padded[:, order].chunk(2, 1)
+    start = torch.arange(states, device=costs.device)[:, None]
+    pairs = first[between[start * states + middle]] + second[between[middle * states + start.T]]
+    spans = [pairs]  # (states, states, pairs of rows, paths)
+    while spans[-1].shape[2] > 1:
+        first, second = spans[-1].chunk(2, 2)
+        spans.append((first[:, :, None] + second[None]).amin(1))
+    start = torch.zeros((1, paths), dtype=torch.long, device=costs.device)
+    end = spans[-1][0].argmin(0)
+    for span in reversed(spans[:-1]):
+        first, second = span.chunk(2, 2)
+        left = first.gather(0, start.expand(1, states, -1, -1))[0]
+        right = second.gather(1, end.expand(states, 1, -1, -1))[:, 0]
+        inner = (left + right).argmin(0)
+        start, end = torch.cat([start, inner]), torch.cat([inner, end])
+    inner = middle.take(start * states + end)
+    taken = torch.cat([between.take(start * states + inner), between.take(inner * states + end)])
+    return taken[order[:rows]]  # read backwards twice, all is in its place
+
+
+@cache
+def _backwards(rows: int) -> Tensor:
+    """Numbers of as many rows, two at least, and more up to a power of two, by their bits read backwards."""
+    order = torch.tensor([0, 1])
+    while len(order) < rows:
+        order = torch.cat([2 * order, 2 * order + 1])
+    return order
+
+
+@cache
+def links(states: int) -> Tensor:
+    """The subset that leads from a state to another, 4 where none does: (states * states,)."""
+    of = machine(states)
+    between = torch.full((states, states), 4)
+    for state, parity in product(range(states), (0, 1)):
+        between[state, int(of.after[state, parity])] = 2 * int(of.quantizer[state]) + parity
+    return between.flatten()
+
+
+@cache
+def _middles(states: int) -> Tensor:
+    """The state between two that are two rows apart: (states, states); one that leads nowhere, if none does."""
+    open_ways = links(states).reshape(states, states) < 4
+    ways = open_ways[:, :, None] & open_ways[None]  # (from, by, to)
+    return ways.long().argmax(1)
+
+
+@cache
+def _arrivals(states: int) -> tuple[Tensor, Tensor]:
+    """The two states before each, and the subsets that lead from them: (2, states) each."""
+    between = links(states).reshape(states, states)
+    source = (between < 4).T.nonzero()[:, 1].reshape(states, 2).T.contiguous()
+    return source, between.gather(0, source)
+
+
+def _cut(matrix: Tensor, segment: int) -> Tensor:
+    """(batch, rows, columns) as rows of segments side by side, zeros behind the last: (segment, paths)."""
+    padded = torch.nn.functional.pad(matrix, (0, 0, 0, -matrix.shape[1] % segment))
+    paths: Tensor = padded.unflatten(1, (-1, segment)).movedim(2, 0).flatten(1)
+    return paths
+
+
+def _joined(paths: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `_cut`, to the shape of another matrix."""
+    batch, rows, width = like.shape
+    whole: Tensor = paths.unflatten(1, (batch, -1, width)).movedim(0, 2).flatten(1, 2)
+    return whole[:, :rows]

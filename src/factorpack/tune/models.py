@@ -1,0 +1,30 @@
+"""A model with the weights of any file in it, and the device it runs on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from factorpack.errors import SourceError
+from factorpack.format.container import is_packed
+from factorpack.packed import load
+from factorpack.source import open_source
+
+
+def weights_into(model: nn.Module, file: Path) -> nn.Module:
+    if is_packed(file):
+        return load(file).load_into(model)
+    opened = open_source(file)
+    state = {name: entry.load() for name, entry in opened.entries.items()}
+    state |= {alias: state[target] for alias, target in opened.aliases.items()}
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise SourceError(f"{file} does not fit the model: {error}") from error
+    return model
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,123 @@
+"""`factorpack compare` from a checkpoint and pictures to a table and a figure."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+
+import factorpack as fp
+from factorpack.commands import engine_options as options
+from factorpack.comparison.grid import Grid
+from factorpack.comparison.request import Request
+from factorpack.engine import Local
+from factorpack.errors import PlanError
+from factorpack.format.locks import locked
+from tests.commands.test_compress_budget import MODEL, wide_net
+from tests.commands.test_finetune import SIDE, failure, ok
+from tests.tune.small_net import pictures
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save_file(wide_net().state_dict(), tmp_path / "net.safetensors")
+    return tmp_path / "net.safetensors"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    for split in ("train", "val"):
+        pictures(tmp_path / "data" / split, 6)
+    return tmp_path / "data"
+
+
+def arguments(checkpoint: Path, folder: Path, *more: object) -> list[object]:
+    common = ["--model", MODEL, "--methods", "planned, lsq,vq", "--ratios", "4,8", "--image-size", SIDE]
+    return ["compare", checkpoint, "-o", folder, *common, "--workers", 0, *more]
+
+
+def test_a_table_a_json_and_a_figure(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "comparison"
+    given = arguments(checkpoint, folder, "--calibration", data / "train", "--data", data)
+    said = ok(*given)
+    assert "planned to a budget" in said
+    document = json.loads((folder / "compare.json").read_text())
+    points = document["points"]
+    assert [(point["method"], point["asked_ratio"]) for point in points] == [
+        (name, ratio) for name in ("planned", "lsq", "vq") for ratio in (4.0, 8.0)
+    ]
+    assert 0 <= document["original"]["top1"] <= 1
+    assert all(0 <= point["measured"]["top1"] <= 1 for point in points if point["file"])
+    assert len((folder / "compare.md").read_text().splitlines()) == 2 + len(points)
+    assert all((folder / f"compare.{suffix}").stat().st_size > 1000 for suffix in ("png", "svg"))
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*.packed.safetensors")}
+    assert json.loads(ok(*given, "--json")) == document
+    assert before == {path: path.stat().st_mtime_ns for path in folder.glob("*.packed.safetensors")}
+
+
+def test_without_pictures_sizes_and_weight_errors_alone(checkpoint: Path, tmp_path: Path) -> None:
+    document = json.loads(ok(*arguments(checkpoint, tmp_path / "sizes", "--json")))
+    assert document["original"] == {}
+    assert all(point["measured"] == {} for point in document["points"])
+    assert not (tmp_path / "sizes" / "compare.png").exists()
+
+
+def test_trained_with_one_schedule(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    given = ["--data", data, "--epochs", 1, "--batch-size", 4, "--json"]
+    document = json.loads(ok(*arguments(checkpoint, tmp_path / "trained", *given)))
+    assert {point["trained"]["epochs"] for point in document["points"]} == {1}
+
+
+def test_workers_of_their_own_make_the_same_points(
+    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(options.ENGINES, "local", partial(Local, start="fork"))
+    measure = ["--calibration", data / "train", "--data", data]
+    found = {}
+    for name, more in (("alone", []), ("spread", ["--engine", "local", "--engine-workers", 2])):
+        ok(*arguments(checkpoint, tmp_path / name, *measure, *more))
+        document = json.loads((tmp_path / name / "compare.json").read_text())
+        for point in document["points"]:
+            point.pop("compress_s")
+        files = {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors")}
+        found[name] = (document, files)
+    assert found["alone"] == found["spread"]
+    assert found["alone"][1]
+    with monkeypatch.context() as patched:
+        patched.setattr(Grid, "_made", lambda *_: pytest.fail("a worker has made it"))
+        ok(*arguments(checkpoint, tmp_path / "spread", *measure))
+
+
+def test_one_task_a_method_and_one_a_planned_point(checkpoint: Path, tmp_path: Path) -> None:
+    request = Request(checkpoint, MODEL, tmp_path, ["lsq", "planned"], [4.0, 8.0])
+    tasks = [(task.name, task.arguments[0].ratios, task.size) for task in request.tasks()]
+    assert tasks == [("planned", [4.0], 1), ("planned", [8.0], 1), ("lsq", [4.0, 8.0], 2)]
+
+
+def test_two_comparisons_do_not_share_a_folder(checkpoint: Path, tmp_path: Path) -> None:
+    """The second would put its files under the first's points."""
+    folder = tmp_path / "comparison"
+    folder.mkdir()
+    with locked(folder / "compare.json"):
+        assert "is being written by another run" in failure(*arguments(checkpoint, folder))
+        with pytest.raises(PlanError, match="is being written by another run"):
+            fp.compare(wide_net(), [4.0], folder, methods=["scalar"], progress=False)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--ratios", "4,many", "expected numbers with commas"),
+        ("--methods", "gzip", "unknown method 'gzip'"),
+        ("--engine", "dask", "unknown engine 'dask'"),
+        ("--epochs", 2, "say where they are with --data"),
+    ],
+)
+def test_what_cannot_be_compared(
+    checkpoint: Path, tmp_path: Path, option: str, value: object, message: str
+) -> None:
+    assert message in failure(*arguments(checkpoint, tmp_path / "none", option, value))

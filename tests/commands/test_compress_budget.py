@@ -1,0 +1,151 @@
+"""`factorpack compress` with a budget: from the weights alone, and from a model and pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import factorpack as fp
+from factorpack.errors import SourceError
+from factorpack.tune.images import unlabelled
+from tests.commands.test_finetune import SIDE, failure, ok
+from tests.helpers import seeded
+from tests.tune.small_net import pictures
+
+MODEL = "tests.commands.test_compress_budget:wide_net"
+
+
+def wide_net() -> nn.Module:
+    """Large enough that a header is small beside its file."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 24, 3),
+        nn.BatchNorm2d(24),
+        nn.ReLU(),
+        nn.Conv2d(24, 128, 3),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(512, 200),
+    )
+    return net.eval()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save_file(wide_net().state_dict(), tmp_path / "net.safetensors")
+    return tmp_path / "net.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    pictures(tmp_path / "pictures", 4)
+    return tmp_path / "pictures"
+
+
+def original_bytes() -> int:
+    state = wide_net().state_dict().values()
+    return sum(value.numel() * (4 if value.is_floating_point() else 8) for value in state)
+
+
+def test_a_ratio_from_the_weights_alone(checkpoint: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "small.safetensors"
+    said = json.loads(ok("compress", checkpoint, "-o", packed, "--ratio", 9, "--json"))
+    assert said["file_bytes"] == packed.stat().st_size
+    assert 0.99 * original_bytes() / 9 <= packed.stat().st_size <= original_bytes() / 9
+    assert "small.safetensors" in ok("compress", checkpoint, "-o", packed, "--bytes", 40_000)
+    assert 39_600 <= packed.stat().st_size <= 40_000
+
+
+def test_pictures_and_a_model_keep_the_outputs_closer(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
+    blind, seeing = tmp_path / "blind.safetensors", tmp_path / "seeing.safetensors"
+    ok("compress", checkpoint, "-o", blind, "--ratio", 16)
+    model = ["--model", MODEL, "--calibration", folder, "--image-size", SIDE]
+    ok("compress", checkpoint, "-o", seeing, "--ratio", 16, *model)
+    assert seeing.stat().st_size <= original_bytes() / 16
+    batches = torch.cat(list(unlabelled(folder, 100, SIDE)))
+    with torch.no_grad():
+        wanted = wide_net()(batches)
+        errors = [
+            float((fp.load(file).load_into(wide_net())(batches) - wanted).norm()) for file in (blind, seeing)
+        ]
+    assert errors[1] < 0.7 * errors[0]
+
+
+def test_the_smallest_file_within_a_loss(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "small.safetensors"
+    model = ["--model", MODEL, "--calibration", folder, "--image-size", SIDE]
+    ok("compress", checkpoint, "-o", packed, "--max-loss", 0.01, *model)
+    assert packed.stat().st_size < original_bytes() / 2
+
+
+def test_curves_are_kept_and_used_again(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, curves = tmp_path / "small.safetensors", tmp_path / "curves.json"
+    ok("compress", checkpoint, "-o", packed, "--ratio", 9, "--curves", curves)
+    document = json.loads(curves.read_text())["curves"]
+    assert set(document) == {name for name, value in wide_net().named_parameters() if value.dim() > 1}
+    for curve in document.values():
+        assert curve["bytes"] == sorted(curve["bytes"], reverse=True)
+    first = packed.read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr("factorpack.budget.budgeter.best_pose", None)  # planning again would fail
+        ok("compress", checkpoint, "-o", packed, "--ratio", 9, "--curves", curves)
+        assert packed.read_bytes() == first
+        ok("compress", checkpoint, "-o", packed, "--ratio", 30, "--curves", curves)
+        assert packed.stat().st_size <= original_bytes() / 30
+    changed = wide_net().state_dict() | {"3.weight": seeded(128, 24, 3, 3)}
+    save_file(changed, checkpoint)
+    ok("compress", checkpoint, "-o", packed, "--ratio", 9, "--curves", curves)
+    assert json.loads(curves.read_text())["curves"]["3.weight"] != document["3.weight"]
+
+
+def test_a_file_that_holds_no_curves(checkpoint: Path, tmp_path: Path) -> None:
+    curves = tmp_path / "curves.json"
+    curves.write_text("[1, 2]")
+    text = failure("compress", checkpoint, "-o", tmp_path / "x.safetensors", "--ratio", 9, "--curves", curves)
+    assert "holds no curves" in text
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+WRONG = {
+    ("--ratio", 9, "--rank", 4): "a budget chooses methods and settings itself",
+    ("--ratio", 9, "--bytes", 9): "give one of a method, ratio, max_bytes and max_loss",
+    ("--ratio", 0.5): "ratio is 0.5, expected a number above 1",
+    ("--bytes", 10): "10 bytes cannot be met: with every weight zero the file would still have",
+    ("--model", "a:b"): "serve a budget: give --ratio or --bytes",
+    ("--ratio", 9, "--calibration", "/nowhere"): "say what makes it with --model",
+    ("--ratio", 9, "--calibration", "/nowhere", "--model", MODEL): "there is no folder /nowhere",
+    (
+        "--ratio",
+        9,
+        "--engine",
+        "local",
+        "--model",
+        MODEL,
+    ): "with --engine a budget is met from the weights alone",
+    ("--max-loss", 0.1): "expected a number above 0, a model, and calibration data",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=str)
+def test_what_does_not_go_together(arguments: tuple[object, ...], checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "x.safetensors"
+    assert WRONG[arguments] in failure("compress", checkpoint, "-o", output, *arguments)
+    assert not output.exists()
+
+
+def test_pictures_are_spread_over_all_there_are(folder: Path, tmp_path: Path) -> None:
+    every = torch.cat(list(unlabelled(folder, 1000, SIDE, batch_size=3)))
+    few = torch.cat(list(unlabelled(folder, 2, SIDE)))
+    assert every.shape[1:] == (3, SIDE, SIDE)
+    assert torch.equal(few, every[[0, len(every) // 2]])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SourceError, match="holds no pictures"):
+        list(unlabelled(tmp_path / "empty", 4, SIDE))

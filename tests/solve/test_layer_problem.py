@@ -1,0 +1,256 @@
+"""The basis over tiles and the problem posed in it, against linear algebra in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from factorpack.record import LayerMoments
+from factorpack.solve.feedback import feedback_factor
+from factorpack.solve.layer_problem import Basis, problem, tile_basis
+from tests.helpers import assert_close, relative_error, seeded
+
+LITTLE = 1e-9
+"""A damping that hardly counts."""
+
+
+def mixed(samples: int, size: int, seed: int = 0, unit: float = 1.0) -> Tensor:
+    """Correlated inputs: (samples, size)."""
+    return unit * seeded(samples, size, seed=seed) @ seeded(size, size, seed=seed + 1) / size**0.5
+
+
+def moments_of(inputs: Tensor, original: Tensor | None = None) -> LayerMoments:
+    """Of (groups, samples, K)."""
+    before = inputs if original is None else original
+    count = inputs.shape[1]
+    return LayerMoments(
+        inputs.transpose(1, 2) @ inputs / count,
+        inputs.mean(1),
+        None if original is None else before.transpose(1, 2) @ inputs / count,
+        before.mean(1),
+    )
+
+
+def mean_block(second: Tensor, tile: int) -> Tensor:
+    """A: the mean second moment of a tile of inputs, over groups and tiles."""
+    size = second.shape[1]
+    blocks = [second[:, s : s + tile, s : s + tile] for s in range(0, size, tile)]
+    return torch.stack(blocks).double().mean((0, 1))
+
+
+def off_diagonal(matrix: Tensor) -> float:
+    """The largest correlation between two different rows."""
+    spread = matrix.diagonal().clamp_min(1e-300).sqrt()
+    scaled = matrix / spread[:, None] / spread
+    return float((scaled - torch.diag(scaled.diagonal())).abs().max())
+
+
+# -- the basis ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", [4, 9])
+def test_errors_in_any_latent_cost_the_same_and_latents_do_not_correlate(tile: int) -> None:
+    rows = mixed(40, 4 * tile, seed=3)
+    moments = moments_of(mixed(3000, 4 * tile)[None])
+    matrix = tile_basis(rows, tile, moments).matrix().double()
+    eight_bits = 0.5 / 127 * tile**0.5 * 4  # each of `tile` terms half a code off, some columns short
+    assert abs(float(torch.linalg.det(matrix).abs()) - 1.0) < tile * eight_bits
+
+    whitened = matrix.T @ mean_block(moments.second, tile) @ matrix
+    assert off_diagonal(whitened) < eight_bits * 4
+    assert whitened.diagonal().max() / whitened.diagonal().min() < 1 + 8 * eight_bits
+
+    latents = torch.linalg.solve(matrix, rows.reshape(-1, tile).double().T)
+    spread = latents @ latents.T / latents.shape[1]
+    assert off_diagonal(spread) < eight_bits * 8
+    before = rows.reshape(-1, tile).double()
+    assert off_diagonal(spread) < 0.5 * off_diagonal(before.T @ before / len(before))
+
+
+@pytest.mark.parametrize("tile", [4, 9, 16])
+def test_without_moments_it_is_the_principal_directions(tile: int) -> None:
+    rows = mixed(60, 3 * tile, seed=3)
+    tiles = rows.reshape(-1, tile).double()
+    matrix = tile_basis(rows, tile).matrix().double()
+    half_code = 0.5 / 127
+    eye = torch.eye(tile, dtype=torch.float64)
+    assert (matrix.T @ matrix - eye).abs().max() < 4 * half_code * tile**0.5
+    values, vectors = torch.linalg.eigh(tiles.T @ tiles)
+    overlap = (matrix.T @ vectors.flip(1)).diagonal().abs()
+    gaps = values.flip(0)[:-1] / values.flip(0)[1:]
+    assert overlap[0] > 1 - 4 * half_code * tile**0.5
+    assert (overlap > 0.98).all() or gaps.min() < 1.05
+
+
+def test_directions_come_from_strong_to_weak_with_their_signs_settled() -> None:
+    rows = mixed(60, 36, seed=3)
+    matrix = tile_basis(rows, 9).matrix()
+    tiles = rows.reshape(-1, 9)
+    energy = (tiles @ matrix).square().sum(0)
+    assert (energy[:-1] > 0.97 * energy[1:]).all()
+    assert (matrix.gather(0, matrix.abs().argmax(0, keepdim=True)) > 0).all()
+    assert torch.equal(tile_basis(-rows, 9).codes, tile_basis(rows, 9).codes)
+
+
+@pytest.mark.parametrize("unit", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("tile", [9, 128])
+def test_the_unit_of_the_inputs_does_not_matter(tile: int, unit: float) -> None:
+    """A determinant of many numbers far from 1 overflows; only its root is needed."""
+    rows = seeded(150, 2 * tile, seed=3)
+    inputs = mixed(1000, 2 * tile)
+    expected = tile_basis(rows, tile, moments_of(inputs[None])).matrix()
+    found = tile_basis(rows, tile, moments_of(unit * inputs[None])).matrix()
+    assert relative_error(found, expected) < 0.01
+
+
+def test_a_tile_of_inputs_that_are_hardly_ever_there_leaves_a_basis_that_can_be_inverted() -> None:
+    """One input far weaker than the others takes one long column: the others must not round away."""
+    tile = 256
+    inputs = seeded(4000, tile)
+    inputs[:, 0] *= 1e-3
+    moments, rows = moments_of(inputs[None]), seeded(64, tile, seed=1)
+    basis = tile_basis(rows, tile, moments)
+    assert torch.linalg.cond(basis.matrix().double()) < 1e4
+    posed = problem(rows, moments, basis)
+    assert relative_error(posed.latent[0] @ basis.matrix().T, rows) < 1e-3
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(8, 18), torch.ones(8, 18)], ids=["zeros", "ones"])
+def test_weights_of_no_spread(rows: Tensor) -> None:
+    for moments in (None, moments_of(mixed(500, 18)[None]), moments_of(torch.zeros(1, 5, 18))):
+        matrix = tile_basis(rows, 9, moments).matrix()
+        assert matrix.isfinite().all()
+        assert torch.linalg.matrix_rank(matrix) == 9
+
+
+# -- the problem -------------------------------------------------------------------------------------
+
+
+@given(tiles=st.integers(1, 4), tile=st.integers(2, 9), seed=st.integers(0, 1000), with_moments=st.booleans())
+def test_the_latent_is_the_weight_again(tiles: int, tile: int, seed: int, with_moments: bool) -> None:
+    rows = seeded(12, tiles * tile, seed=seed)
+    moments = moments_of(mixed(200, tiles * tile, seed=seed + 1)[None]) if with_moments else None
+    basis = tile_basis(rows, tile, moments)
+    posed = problem(rows, moments, basis)
+    back = (posed.latent.reshape(-1, tile) @ basis.matrix().T).reshape_as(rows)
+    condition = float(torch.linalg.cond(basis.matrix()))
+    assert relative_error(back, rows) < 1e-6 * max(condition, 10.0)
+
+
+def test_without_a_basis_or_moments_the_latent_is_the_weight() -> None:
+    rows = seeded(5, 12)
+    posed = problem(rows, None)
+    assert torch.equal(posed.latent[0], rows)
+    assert posed.factor is None
+    assert torch.equal(posed.importance(), torch.ones(1, 12))
+    assert torch.equal(problem(rows, moments_of(mixed(99, 12)[None])).latent[0], rows)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_the_factor_is_that_of_the_turned_moments(groups: int) -> None:
+    """H' = (I kron C)^T H (I kron C), written out."""
+    inputs = torch.stack([mixed(900, 12, seed=seed) for seed in range(groups)])
+    rows = seeded(4 * groups, 12)
+    moments = moments_of(inputs)
+    basis = tile_basis(rows, 4, moments)
+    posed = problem(rows, moments, basis, 0.01)
+    assert posed.latent.shape == (groups, 4, 12)
+    whole = torch.block_diag(*[basis.matrix().double()] * 3)
+    expected = feedback_factor(whole.T @ moments.second.double() @ whole, 0.01)
+    assert posed.factor is not None
+    assert_close(posed.factor, expected, torch.float32)
+    assert_close(posed.importance(), expected.diagonal(dim1=1, dim2=2).pow(-2), torch.float32)
+
+
+def test_inputs_that_have_not_changed_leave_the_weight_alone() -> None:
+    inputs = mixed(600, 10)[None]
+    rows = seeded(6, 10, seed=5)
+    posed = problem(rows, moments_of(inputs, inputs.clone()))
+    assert_close(posed.latent[0], rows)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_linear_change_of_the_inputs_is_undone(groups: int) -> None:
+    """u = A u' without noise: the adapted weight answers u as the weight answered u'."""
+    original = torch.stack([seeded(600, 8, seed=seed) for seed in range(groups)])
+    change = torch.eye(8) + 0.2 * seeded(groups, 8, 8, seed=20)
+    inputs = original @ change.transpose(1, 2)
+    rows = seeded(5 * groups, 8, seed=30)
+    posed = problem(rows, moments_of(inputs, original), None, LITTLE)
+    split = rows.reshape(groups, 5, 8)
+    wanted = original @ split.transpose(1, 2)
+    assert relative_error(inputs @ posed.latent.transpose(1, 2), wanted) < 1e-3
+    assert relative_error(inputs @ split.transpose(1, 2), wanted) > 0.1
+
+
+def test_the_adapted_weight_answers_noisy_inputs_best() -> None:
+    """Least squares: no other weight of a thousand nearby does better."""
+    original = seeded(1, 600, 6)
+    inputs = original + 0.5 * seeded(1, 600, 6, seed=1)
+    rows = seeded(3, 6, seed=2)
+    latent = problem(rows, moments_of(inputs, original), None, LITTLE).latent[0]
+    expected = torch.linalg.lstsq(inputs[0].double(), original[0].double() @ rows.double().T).solution.T
+    assert relative_error(latent, expected) < 1e-4
+
+
+def test_directions_the_inputs_do_not_show_keep_their_weight() -> None:
+    original = seeded(1, 300, 6)
+    original[:, :, 4:] = 0.0
+    rows = seeded(3, 6, seed=2)
+    latent = problem(rows, moments_of(1.5 * original, original), None, 1e-4).latent[0]
+    assert_close(latent[:, 4:], rows[:, 4:])
+    assert relative_error(latent[:, :4], rows[:, :4] / 1.5) < 1e-3
+
+
+# -- rounding at several steps -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_moments", [False, True])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_several_steps_at_once_are_each_on_its_own(groups: int, with_moments: bool) -> None:
+    inputs = torch.stack([mixed(500, 12, seed=seed) for seed in range(groups)])
+    moments = moments_of(inputs) if with_moments else None
+    rows = seeded(6 * groups, 12)
+    posed = problem(rows, moments)
+    steps = torch.tensor([0.1, 0.4, 1.5])
+    codes, errors = posed.round(steps)
+    for index in range(3):
+        alone, error = posed.round(steps[index : index + 1])
+        assert torch.equal(codes[index], alone[0])
+        torch.testing.assert_close(errors[index], error[0])
+        wrong = (posed.latent - codes[index] * steps[index]).double()
+        second = torch.eye(12, dtype=torch.float64) if moments is None else moments.second.double()
+        level = 0.03 * second.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+        damped = second if moments is None else second + level * torch.eye(12)
+        torch.testing.assert_close(
+            float(errors[index]), float(((wrong @ damped) * wrong).sum()), rtol=1e-4, atol=0.0
+        )
+
+
+def test_error_grows_and_codes_shrink_with_the_step() -> None:
+    posed = problem(seeded(30, 16), moments_of(mixed(800, 16)[None]))
+    codes, errors = posed.round(torch.tensor([0.05, 0.1, 0.2, 0.4, 0.8, 1.6]))
+    assert (errors[1:] > errors[:-1]).all()
+    counts = codes.flatten(1).count_nonzero(1)
+    assert (counts[1:] < counts[:-1]).all()
+
+
+def test_a_price_buys_fewer_codes_for_more_error() -> None:
+    posed = problem(seeded(60, 16), moments_of(mixed(800, 16)[None]))
+    step = torch.tensor([0.8])
+    plain_codes, plain_error = posed.round(step, 0.0)
+    codes, error = posed.round(step, 0.3)
+    assert codes.count_nonzero() < plain_codes.count_nonzero()
+    assert error > plain_error
+
+
+def test_a_basis_is_its_codes_times_one_scale() -> None:
+    basis = tile_basis(seeded(20, 18), 9)
+    assert isinstance(basis, Basis)
+    assert basis.codes.dtype == torch.int8
+    assert basis.scale.shape == (1, 1)
+    assert int(basis.codes.abs().max()) == 127
+    assert torch.equal(basis.matrix(), basis.codes.float() * basis.scale.float())
