@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import factorpack as fp
 from factorpack import per_tensor as parts
 from factorpack.engine import Local, Outcome, Ray, Task
-from factorpack.engine.task import checked, perform
+from factorpack.engine.task import perform, require_success
 from factorpack.errors import EngineError, PlanError, SourceError, WeightError
 from factorpack.format.locks import locked
 from factorpack.methods import METHODS
@@ -36,7 +36,7 @@ class Here:
         for task in reversed(tasks) if self.reverse else tasks:
             if len(self.names) == self.stop_after:
                 raise KeyboardInterrupt
-            outcome = checked(perform(task))
+            outcome = require_success(perform(task))
             self.names.append(task.name)
             yield outcome
 
@@ -239,7 +239,7 @@ def test_a_worker_that_dies_each_time_leaves_what_others_made(
 
     with monkeypatch.context() as patched:
         patched.setattr(parts, "write_packed", write)
-        with pytest.raises(EngineError, match=r"'fc.weight': its worker ended 3 times, .*exit code 9"):
+        with pytest.raises(EngineError, match=r"'fc.weight': its worker died 3 times, .*exit code 9"):
             compress_to(tmp_path / "out", checkpoint, METHOD, engine=Local(2, start="fork"), progress=False)
     engine = Here()
     compress_to(tmp_path / "out", checkpoint, METHOD, engine=engine)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from factorpack.engine import Engine, Task, outcomes
+from factorpack.engine import Engine, Task, run_tasks
 from factorpack.errors import FormatError, PlanError, SourceError, while_compressing
 from factorpack.format.atomic import rename
 from factorpack.format.container import Reader, check_target
@@ -26,7 +26,7 @@ from factorpack.format.schema import VERSION
 from factorpack.methods import Keep
 from factorpack.planning.rules import Choice
 from factorpack.record import Encoded, LayerMoments, LayerSample
-from factorpack.source import Entry, Source, file_mark, open_source
+from factorpack.source import Entry, Source, file_fingerprint, open_source
 
 BASE_BYTES = 320 << 20
 """An interpreter with torch in it."""
@@ -69,7 +69,7 @@ def compress_in_parts(
             for name, piece in pieces.items()
             if not is_whole(piece.part, name)
         ]
-        for _ in outcomes(engine, tasks, "compressing", progress):
+        for _ in run_tasks(engine, tasks, "compressing", progress):
             pass
         assemble(folder / "whole.part", {name: piece.part for name, piece in pieces.items()}, opened.aliases)
         rename(folder / "whole.part", target)
@@ -114,7 +114,7 @@ def pieces_of(source: Path, plan: Mapping[str, Choice], opened: Source, folder: 
 def marks_of(opened: Source) -> dict[str, str]:
     """Of the file each tensor stands in."""
     files = {name: _file_of(entry) for name, entry in opened.entries.items()}
-    marks = {file: file_mark(file) for file in set(files.values())}
+    marks = {file: file_fingerprint(file) for file in set(files.values())}
     return {name: marks[file] for name, file in files.items()}
 
 
@@ -142,7 +142,7 @@ def unchanged(checkpoint: Path, name: str, mark: str) -> Iterator[Source]:
     if name not in source.entries:
         raise SourceError(f"{checkpoint} has no tensor {name!r} any more")
     yield source
-    if file_mark(_file_of(source.entries[name])) != mark:
+    if file_fingerprint(_file_of(source.entries[name])) != mark:
         raise SourceError(f"{checkpoint} has changed while it was being compressed: start again")
 
 

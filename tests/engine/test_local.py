@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from factorpack.commands.engine_options import engine_of
-from factorpack.engine import Local, Task, memory, outcomes
+from factorpack.engine import Local, Task, memory, run_tasks
 from factorpack.engine import local as local_engine
 from factorpack.errors import EngineError, PlanError, WeightError
 from tests.engine import works
@@ -66,7 +66,7 @@ def test_deaths_are_counted_by_task_and_not_by_name(tmp_path: Path) -> None:
 
 
 def test_a_task_that_kills_every_worker_is_given_up(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"'fragile': its worker ended 3 times, .* killed \(SIGKILL\)"):
+    with pytest.raises(EngineError, match=r"'fragile': its worker died 3 times, .* killed \(SIGKILL\)"):
         values(FORK, [Task("fragile", works.dies, (tmp_path, 9))])
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -104,7 +104,7 @@ def test_free_memory_is_known_here() -> None:
 
 
 def test_a_container_has_no_more_than_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_GROUP", tmp_path)
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
     whole = memory.free_bytes()
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("2000\n")
@@ -154,5 +154,5 @@ def test_names_and_settings() -> None:
 
 
 def test_a_bar_counts_what_tasks_say() -> None:
-    found = list(outcomes(FORK, [Task("one", works.doubled, (1,), size=5)], "doubling", True, "numbers"))
+    found = list(run_tasks(FORK, [Task("one", works.doubled, (1,), size=5)], "doubling", True, "numbers"))
     assert [outcome.value for outcome in found] == [2]

@@ -46,7 +46,9 @@ class TestOnACluster:
         assert outcome.value == "alive"
 
     def test_a_task_that_kills_every_worker_is_given_up(self, tmp_path: Path) -> None:
-        with pytest.raises(EngineError, match=r"'fragile': its worker ended 2 times, .* as Ray says"):
+        with pytest.raises(
+            EngineError, match=r"'fragile': its worker died 2 times, .* with this error from Ray"
+        ):
             list(Ray(retries=1).run([Task("fragile", works.dies, (tmp_path, 9))]))
 
 

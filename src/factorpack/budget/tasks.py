@@ -26,7 +26,7 @@ from factorpack.budget.curves import Curve, allocate, load_curves, save_curves
 from factorpack.budget.norms import small_leftovers
 from factorpack.budget.planner import Work
 from factorpack.budget.step_search import Best, Closing
-from factorpack.engine import Engine, Task, outcomes
+from factorpack.engine import Engine, Task, run_tasks
 from factorpack.errors import PlanError, while_compressing
 from factorpack.format.atomic import rename
 from factorpack.format.container import Reader, stored
@@ -134,7 +134,7 @@ class _Spread:
             for name in self.coded
             if _curve_of(files[name], name) is None
         ]
-        for _ in outcomes(self.engine, tasks, "planning", self.progress):
+        for _ in run_tasks(self.engine, tasks, "planning", self.progress):
             pass
         found = {name: _curve_of(file, name) for name, file in files.items()}
         return {name: one for name, one in found.items() if one is not None}
@@ -177,7 +177,7 @@ class _Spread:
         """Makes the parts that are not there yet, and learns how all of them are stored."""
         names = [task.name for task in tasks]
         missing = [task for task in tasks if not is_whole(self.files[task.name], task.name)]
-        for _ in outcomes(self.engine, missing, verb, self.progress):
+        for _ in run_tasks(self.engine, missing, verb, self.progress):
             pass
         for name in names:
             self.rows[name] = Reader(self.files[name]).rows[name]

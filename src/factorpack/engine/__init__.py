@@ -1,9 +1,9 @@
-"""Where work is done: tasks that hold no weights, run by processes here or by a cluster."""
+"""Engines: tasks that hold no weights, run by processes on this machine or by a cluster."""
 
 from __future__ import annotations
 
 from factorpack.engine.cluster import Ray
 from factorpack.engine.local import Local
-from factorpack.engine.task import Engine, Outcome, Task, outcomes
+from factorpack.engine.task import Engine, Outcome, Task, run_tasks
 
-__all__ = ["Engine", "Local", "Outcome", "Ray", "Task", "outcomes"]
+__all__ = ["Engine", "Local", "Outcome", "Ray", "Task", "run_tasks"]

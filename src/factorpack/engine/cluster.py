@@ -1,4 +1,4 @@
-"""A Ray cluster: the one there is, or one on this machine for the time of a run."""
+"""A Ray cluster: a running one, or one started on this machine for the duration of the run."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from factorpack.engine.task import Outcome, Task, checked, given_up, perform
+from factorpack.engine.task import Outcome, Task, perform, require_success, worker_died_error
 from factorpack.errors import EngineError, PlanError
 
-IN_FLIGHT_A_WORKER = 2
-"""Tasks handed to Ray for each of its workers: enough that none waits for the driver."""
+IN_FLIGHT_PER_WORKER = 2
+"""Tasks submitted to Ray per worker: enough that no worker waits for the driver."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ray:
-    """One Ray task a task, on a core and the memory it states; 0 workers are all cores of the cluster.
+    """One Ray task per task, on one core and its declared memory; 0 workers means every core of the cluster.
 
     Only paths, names and settings travel through Ray. Every machine must see the source and the output
-    under the same paths, on storage they share, and have factorpack installed.
+    under the same paths, on shared storage, and have factorpack installed.
     """
 
     workers: int = 0
     retries: int = 2
-    """How often Ray runs a task again after its worker or machine is gone."""
+    """How many times Ray reruns a task after losing its worker or machine."""
 
     def __post_init__(self) -> None:
         if self.workers < 0 or self.retries < 0:
             raise PlanError(f"workers {self.workers}, retries {self.retries}: expected at least 0")
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
-        ray = _ray()
+        ray = _import_ray()
         started = _connect(ray, self.workers)
         try:
             yield from self._outcomes(ray, tasks)
@@ -44,33 +44,33 @@ class Ray:
             (node["Resources"].get("memory", 0.0) for node in ray.nodes() if node["Alive"]), default=0
         )
         call = ray.remote(_perform)
-        waiting = sorted(tasks, key=lambda task: task.memory_bytes)  # taken from the end: the largest first
+        waiting = sorted(tasks, key=lambda task: task.memory_bytes)  # popped from the end: largest first
         running: dict[Any, Task] = {}
-        # Ray holds back what does not fit beside the rest; with `workers` given it must not start more.
-        most = self.workers or IN_FLIGHT_A_WORKER * workers
+        # Ray queues what does not fit in memory; an explicit `workers` is a hard limit.
+        limit = self.workers or IN_FLIGHT_PER_WORKER * workers
         try:
             while waiting or running:
-                while waiting and len(running) < most:
+                while waiting and len(running) < limit:
                     task = waiting.pop()
-                    # A request that no machine can meet would wait for ever.
+                    # A request that no machine can satisfy would wait forever.
                     memory = min(task.memory_bytes, int(0.9 * largest))
                     options = call.options(
                         num_cpus=1, memory=memory, max_retries=self.retries, name=task.name
                     )
                     running[options.remote(task)] = task
                 (done,), _ = ray.wait(list(running), num_returns=1)
-                yield checked(self._heard(ray, done, running.pop(done)))
+                yield require_success(self._receive(ray, done, running.pop(done)))
         finally:
-            for reference in running:  # of a run that is left early, in a cluster that stays
+            for reference in running:  # the run was abandoned, but the cluster lives on
                 ray.cancel(reference, force=True)
 
-    def _heard(self, ray: Any, reference: Any, task: Task) -> Outcome:
+    def _receive(self, ray: Any, reference: Any, task: Task) -> Outcome:
         try:
             outcome: Outcome = ray.get(reference)
         except ray.exceptions.RayError as error:
             lines = str(error).splitlines()
-            raise given_up(
-                task, self.retries + 1, f"as Ray says: {lines[0] if lines else error!r}"
+            raise worker_died_error(
+                task, self.retries + 1, f"with this error from Ray: {lines[0] if lines else error!r}"
             ) from error
         return outcome
 
@@ -82,7 +82,7 @@ def _perform(task: Task) -> Outcome:
     return perform(task)
 
 
-def _ray() -> Any:
+def _import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
@@ -94,7 +94,7 @@ def _ray() -> Any:
 
 
 def _connect(ray: Any, workers: int) -> bool:
-    """Joins the cluster there is; where there is none starts one here, and says so."""
+    """Joins the running cluster, or starts one on this machine; returns whether there is one to shut down."""
     if ray.is_initialized():
         return False
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}

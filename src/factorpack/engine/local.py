@@ -16,27 +16,28 @@ from typing import Any, Literal
 import torch
 
 from factorpack.engine.memory import free_bytes
-from factorpack.engine.task import Outcome, Task, checked, given_up, perform
+from factorpack.engine.task import Outcome, Task, perform, require_success, worker_died_error
 from factorpack.errors import PlanError
 
-LOOK_EVERY_S = 1.0
-"""How often a worker without work looks whether the process that feeds it is still there."""
+POLL_SECONDS = 1.0
+"""How often an idle worker checks that its parent process is still alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """`workers` processes, each on one thread; 0 is one a core.
+    """`workers` single-threaded processes; 0 means one per core.
 
-    The tasks that need most memory start first, so that none of them is left alone at the end. Tasks wait
-    while those that run are stated to fill `memory_share` of what was free at the start; one always runs.
+    The tasks that need the most memory start first, so that no large one runs alone at the end. A task waits
+    while running tasks declare more than `memory_share` of the memory that was free at the start; one task
+    always runs.
 
-    Workers begin as new interpreters. A script of your own must therefore start its work under
-    `if __name__ == "__main__":`. `start="fork"` begins at once, and is for processes without threads.
+    Workers start as new interpreters, so a script must start its work under `if __name__ == "__main__":`.
+    `start="fork"` is faster to start, and only for processes without threads.
     """
 
     workers: int = 0
     retries: int = 2
-    """How often a task is run again after its worker has died."""
+    """How many times a task is rerun after its worker died."""
     memory_share: float = 0.8
     start: Literal["spawn", "fork"] = "spawn"
 
@@ -48,11 +49,11 @@ class Local:
             )
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
-        crew = _Crew(self, tasks)
+        pool = _WorkerPool(self, tasks)
         try:
-            yield from crew.outcomes()
+            yield from pool.outcomes()
         finally:
-            crew.dismiss()
+            pool.stop()
 
 
 @dataclass(eq=False, slots=True)
@@ -62,32 +63,32 @@ class _Worker:
     task: Task | None = None
 
 
-class _Crew:
-    """The workers of one run, and the tasks that wait for them."""
+class _WorkerPool:
+    """The workers of one run, and the tasks waiting for them."""
 
     def __init__(self, settings: Local, tasks: Sequence[Task]) -> None:
         self._context: Any = multiprocessing.get_context(settings.start)
         self._retries = settings.retries
         self._waiting = sorted(tasks, key=lambda task: -task.memory_bytes)
-        self._most = min(settings.workers or os.cpu_count() or 1, len(tasks))
+        self._max_workers = min(settings.workers or os.cpu_count() or 1, len(tasks))
         free = free_bytes()
-        self._room = None if free is None else settings.memory_share * free
+        self._memory_limit = None if free is None else settings.memory_share * free
         self._workers: list[_Worker] = []
         self._deaths: Counter[int] = Counter()
-        """By the task's identity: several may be about the same thing."""
+        """By the task's identity: names need not be unique."""
 
     def outcomes(self) -> Iterator[Outcome]:
         while self._waiting or self._busy():
-            while (task := self._next()) is not None:
-                self._hand_out(task)
+            while (task := self._next_task()) is not None:
+                self._send(task)
             ready = wait([worker.connection for worker in self._busy()])
             for worker in [worker for worker in self._busy() if worker.connection in ready]:
-                outcome = self._heard(worker)
+                outcome = self._receive(worker)
                 if outcome is not None:
-                    yield checked(outcome)
+                    yield require_success(outcome)
 
-    def dismiss(self) -> None:
-        """Ends all workers, those at work too: what they write appears whole or not at all."""
+    def stop(self) -> None:
+        """Kills all workers, busy ones too: their files are written atomically."""
         for worker in self._workers:
             worker.connection.close()
             worker.process.kill()
@@ -97,24 +98,24 @@ class _Crew:
     def _busy(self) -> list[_Worker]:
         return [worker for worker in self._workers if worker.task is not None]
 
-    def _next(self) -> Task | None:
-        """The largest task that has a worker and room beside those that run."""
+    def _next_task(self) -> Task | None:
+        """The largest waiting task that fits in memory beside the running ones, if a worker is free."""
         running = [worker.task for worker in self._workers if worker.task is not None]
-        if len(running) >= self._most:
+        if len(running) >= self._max_workers:
             return None
         used = sum(task.memory_bytes for task in running)
-        for place, task in enumerate(self._waiting):
-            if not running or self._room is None or used + task.memory_bytes <= self._room:
-                return self._waiting.pop(place)
+        for index, task in enumerate(self._waiting):
+            if not running or self._memory_limit is None or used + task.memory_bytes <= self._memory_limit:
+                return self._waiting.pop(index)
         return None
 
-    def _hand_out(self, task: Task) -> None:
-        worker = next((each for each in self._workers if each.task is None), None) or self._hire()
+    def _send(self, task: Task) -> None:
+        worker = next((each for each in self._workers if each.task is None), None) or self._start_worker()
         worker.task = task
-        with suppress(BrokenPipeError, ConnectionResetError):  # it has died: heard of as the end of its pipe
+        with suppress(BrokenPipeError, ConnectionResetError):  # it died: _receive sees the end of its pipe
             worker.connection.send(task)
 
-    def _hire(self) -> _Worker:
+    def _start_worker(self) -> _Worker:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
         process.start()
@@ -122,8 +123,8 @@ class _Crew:
         self._workers.append(_Worker(process, ours))
         return self._workers[-1]
 
-    def _heard(self, worker: _Worker) -> Outcome | None:
-        """What a worker says; None where it died and its task waits again."""
+    def _receive(self, worker: _Worker) -> Outcome | None:
+        """The outcome a worker sent; None if it died and its task was queued again."""
         task = worker.task
         assert task is not None
         try:
@@ -134,8 +135,8 @@ class _Crew:
             worker.connection.close()
             self._deaths[id(task)] += 1
             if self._deaths[id(task)] > self._retries:
-                reason = _reason(worker.process.exitcode or 0)
-                raise given_up(task, self._deaths[id(task)], reason) from None
+                reason = _exit_reason(worker.process.exitcode or 0)
+                raise worker_died_error(task, self._deaths[id(task)], reason) from None
             self._waiting.insert(0, task)
             return None
         worker.task = None
@@ -143,20 +144,20 @@ class _Crew:
 
 
 def _serve(connection: Connection, driver: int) -> None:
-    """A worker's life: a task, its outcome, the next, until the driver is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted driver ends its workers itself
+    """Runs tasks and sends their outcomes until the driver is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted driver stops its workers itself
     torch.set_num_threads(1)
     while True:
-        while not connection.poll(LOOK_EVERY_S):
-            if os.getppid() != driver:  # a pipe need not end with it: workers forked later hold it open
+        while not connection.poll(POLL_SECONDS):
+            if os.getppid() != driver:  # the pipe may outlive it: workers forked later hold it open
                 return
         try:
             connection.send(perform(connection.recv()))
-        except (EOFError, ConnectionError):  # the driver has gone
+        except (EOFError, ConnectionError):  # the driver is gone
             return
 
 
-def _reason(exit_code: int) -> str:
+def _exit_reason(exit_code: int) -> str:
     if exit_code >= 0:
         return f"with exit code {exit_code}"
     if -exit_code == signal.SIGKILL:

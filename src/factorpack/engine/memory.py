@@ -1,20 +1,20 @@
-"""How much memory tasks may take together."""
+"""How much memory is free for tasks."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-_GROUP = Path("/sys/fs/cgroup")
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes() -> int | None:
-    """Memory that is free here, within the container's limit where there is one; None if unknown."""
-    known = [count for count in (_free_of_machine(), _free_of_group()) if count is not None]
+    """Free memory on this machine, within the container's limit if it has one; None if unknown."""
+    known = [count for count in (_free_on_machine(), _free_in_cgroup()) if count is not None]
     return min(known, default=None)
 
 
-def _free_of_machine() -> int | None:
+def _free_on_machine() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
@@ -26,9 +26,9 @@ def _free_of_machine() -> int | None:
         return None
 
 
-def _free_of_group() -> int | None:
+def _free_in_cgroup() -> int | None:
     try:
-        limit, used = ((_GROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
         return None if limit == "max" else max(int(limit) - int(used), 0)
     except (OSError, ValueError):
         return None

@@ -1,4 +1,4 @@
-"""What an engine runs, and what comes of it."""
+"""Tasks, their outcomes, and the engine protocol."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ from factorpack.progress import Progress
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A call of an importable function on small things: paths, names and settings, never weights."""
+    """A call of an importable function with small arguments: paths, names and settings, never weights."""
 
     name: str
-    """The tensor or point it is about: errors and the progress bar say it."""
+    """The tensor or point it works on, shown in errors and the progress bar."""
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
     memory_bytes: int = 0
-    """What it will need at most, about: tasks that do not fit beside each other wait."""
+    """Estimated peak memory: tasks that do not fit in memory together wait."""
     size: int = 1
-    """How far it brings the whole, in the progress bar's unit."""
+    """Its share of the work, in the progress bar's unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a task returned, or why it did not."""
+    """What a task returned or raised."""
 
     task: Task
     value: Any = None
     error: Exception | None = None
     seconds: float = 0.0
     cpu_seconds: float = 0.0
-    """Time its process was given, which on a busy machine is less."""
+    """CPU time of its process, less than `seconds` on a busy machine."""
     worker: str = ""
     """The machine and process it ran in."""
     peak_bytes: int = 0
-    """The most memory that process has had so far; 0 where the system does not tell."""
+    """Peak memory of that process so far; 0 where the system does not report it."""
 
 
 class Engine(Protocol):
-    """Runs tasks somewhere else and yields what they return, in the order they end.
+    """Runs tasks in other processes and yields their outcomes in the order they finish.
 
-    A task whose worker died is run again, a few times. A task that raises is not: its error is raised
-    here, with the task's name, and what has been done by then stays done.
+    A task whose worker died is retried a few times. A task that raises is not: its error is raised here,
+    with the task's name, and the results so far are kept.
     """
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]: ...
 
 
-def outcomes(
+def run_tasks(
     engine: Engine, tasks: Sequence[Task], verb: str, progress: bool, unit: str = "M weights"
 ) -> Iterator[Outcome]:
-    """Runs tasks behind a progress bar."""
+    """Runs tasks with a progress bar."""
     with Progress(verb, sum(task.size for task in tasks), progress, unit) as bar:
         for outcome in engine.run(tasks):
             bar.advance(outcome.task.name, outcome.task.size)
@@ -67,20 +67,20 @@ def outcomes(
 
 
 def perform(task: Task) -> Outcome:
-    """Runs a task in this process; an error becomes a part of the outcome."""
-    started, given = time.perf_counter(), time.process_time()
+    """Runs a task in this process; an error is stored in the outcome."""
+    started, cpu_started = time.perf_counter(), time.process_time()
     value, problem = None, None
     try:
         value = task.function(*task.arguments)
     except Exception as error:
-        problem = _portable(error)
-    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - given
+        problem = _picklable(error)
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
     worker = f"{platform.node()}:{os.getpid()}"
     return Outcome(task, value, problem, seconds, cpu_seconds, worker, peak_bytes())
 
 
-def _portable(error: Exception) -> Exception:
-    """An error as it can be sent: with the trace of one nobody foresaw, in plain words if it must be."""
+def _picklable(error: Exception) -> Exception:
+    """The error in a form that can be pickled; an unexpected one carries its traceback as a note."""
     trace = "" if isinstance(error, FactorpackError | OSError) else traceback.format_exc()
     try:
         pickle.loads(pickle.dumps(error))
@@ -91,8 +91,8 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def checked(outcome: Outcome) -> Outcome:
-    """The outcome of a task that ended well; the error of one that did not, with its name."""
+def require_success(outcome: Outcome) -> Outcome:
+    """The outcome of a task that succeeded; raises the error of one that failed, with the task's name."""
     if outcome.error is None:
         return outcome
     note = f"in a worker on {outcome.task.name!r}"
@@ -101,17 +101,17 @@ def checked(outcome: Outcome) -> Outcome:
     raise outcome.error
 
 
-def given_up(task: Task, tries: int, reason: str) -> EngineError:
-    """The error of a task that no worker survived."""
+def worker_died_error(task: Task, tries: int, reason: str) -> EngineError:
+    """The error for a task whose workers kept dying."""
     return EngineError(
-        f"{task.name!r}: its worker ended {tries} times, the last time {reason}. "
-        f"It was stated to need {task.memory_bytes / 1e6:.0f} MB: if memory ran out, use fewer workers. "
-        "What the others have done is kept; the same command goes on from there"
+        f"{task.name!r}: its worker died {tries} times, the last time {reason}. "
+        f"Its estimated memory is {task.memory_bytes / 1e6:.0f} MB: if memory ran out, use fewer workers. "
+        "The results of the other tasks are kept; run the same command again to resume"
     )
 
 
 def peak_bytes() -> int:
-    """The most memory this process has had resident. getrusage would also count its parent's."""
+    """Peak resident memory of this process. getrusage would also count its parent's."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
