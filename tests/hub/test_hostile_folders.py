@@ -60,7 +60,7 @@ def test_links_out_of_the_folder(tmp_path: Path, name: str) -> None:
     (folder / name).rename(tmp_path / name)
     (folder / name).symlink_to(tmp_path / name)
     with pytest.raises(SourceError, match="is a link to"):
-        open_folder(folder).carried() if name == "vocab.txt" else open_source(folder)
+        open_folder(folder).side_files() if name == "vocab.txt" else open_source(folder)
 
 
 def test_links_of_a_hub_s_cache(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_links_of_a_hub_s_cache(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("{", "not JSON"),
-        ("[]", "expected a table"),
+        ("[]", "expected a JSON object"),
         ("[" * 100_000, "not JSON"),
         (" " * (1 << 24) + "{}", "allowed are"),
     ],
@@ -150,5 +150,5 @@ def test_a_packed_file_of_another_model(transformers: Any, tmp_path: Path) -> No
 def test_a_plain_file_under_a_packed_name(transformers: Any, tmp_path: Path) -> None:
     folder = packed(transformers, tmp_path)
     save_file({"a": seeded(3, 3)}, folder / PACKED_FILE)
-    with pytest.raises(SourceError, match="is no packed file"):
+    with pytest.raises(SourceError, match="is not a packed file"):
         fp.hub.from_pretrained(folder)

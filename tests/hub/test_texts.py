@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import factorpack as fp
 from factorpack.errors import SourceError
-from factorpack.hub.texts import line_batches, perplexity, spread, token_batches, windows
+from factorpack.hub.texts import evenly_spaced, line_batches, perplexity, token_batches, windows
 from tests.commands.test_commands import printed, run
 from tests.hub.conftest import bert, save_llama, save_tokenizer
 
@@ -70,7 +70,7 @@ def test_perplexity_in_closed_form(letters: Path, share: float) -> None:
 
 
 def test_perplexity_wants_logits(letters: Path) -> None:
-    with pytest.raises(SourceError, match="gives no logits of each token"):
+    with pytest.raises(SourceError, match="returns no logits per token"):
         perplexity(Silent(), windows(letters, Letters(), 4), progress=False)
 
 
@@ -91,18 +91,18 @@ def test_texts_that_are_none(tmp_path: Path, letters: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     with pytest.raises(SourceError, match="0 tokens"):
         windows(tmp_path / "empty", Letters(), 4)
-    with pytest.raises(SourceError, match="no line"):
+    with pytest.raises(SourceError, match="has only empty lines"):
         line_batches(tmp_path / "empty", Letters(), 4, 4)
     for name in ("bytes", "gone"):
-        with pytest.raises(SourceError, match="cannot be read as a text"):
+        with pytest.raises(SourceError, match="cannot be read as text"):
             windows(tmp_path / name, Letters(), 4)
     with pytest.raises(SourceError, match="windows of 1 tokens"):
         windows(letters, Letters(), 1)
 
 
 def test_some_of_many() -> None:
-    assert spread([1, 2, 3], 5) == [1, 2, 3]
-    assert spread(list(range(10)), 5) == [0, 2, 4, 6, 8]
+    assert evenly_spaced([1, 2, 3], 5) == [1, 2, 3]
+    assert evenly_spaced(list(range(10)), 5) == [0, 2, 4, 6, 8]
 
 
 def test_a_language_model_on_the_command_line(

@@ -1,6 +1,6 @@
-"""Models as Hugging Face folders have them: read, packed into a folder, and opened again with transformers.
+"""Hugging Face model folders: read, packed into a folder, and opened again with transformers.
 
-Importing this package imports no transformers; opening a model does.
+Importing this package does not import transformers; opening a model does.
 """
 
 from factorpack.hub.load import from_pretrained

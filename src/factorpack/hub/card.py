@@ -1,4 +1,4 @@
-"""The model card of a packed folder: what was measured of the file, and how to open it."""
+"""The model card of a packed folder: the measured sizes of the file, and how to open it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import factorpack as fp
 model = fp.hub.from_pretrained("{folder}")  # needs pip install 'factorpack[{extra}]'
 ```
 """
-_AUTO = """or, with transformers' own verb:
+_AUTO = """or, with transformers' own loader:
 
 ```python
 import factorpack as fp
@@ -24,7 +24,7 @@ model = {auto}.from_pretrained("{folder}")
 
 
 def card(name: str, like: Folder, report: SizeReport) -> str:
-    """Markdown: sizes as they are on disk, a line for each tensor, and how to load it. No accuracy is claimed."""
+    """Markdown: sizes on disk, one line per tensor, and how to load the model. It claims no accuracy."""
     assert report.file_bytes is not None
     architecture = like.architecture
     use = [_HOW.format(folder=name, extra=EXTRAS[like.library])]
@@ -37,7 +37,7 @@ def card(name: str, like: Folder, report: SizeReport) -> str:
             f"The weights of a `{architecture}`, packed by factorpack: {report.file_bytes:,} bytes in the file, "
             f"{report.original_bytes:,} in FP32, {report.file_ratio:.2f} times smaller.",
             "",
-            "What the packed model answers was not measured here: compare it with the original on your own "
+            "The packed model's outputs were not measured here: compare it with the original on your own "
             "data before you rely on it.",
             "",
             "## Use",
@@ -45,7 +45,7 @@ def card(name: str, like: Folder, report: SizeReport) -> str:
             *use,
             "## Tensors",
             "",
-            "| tensor | shape | bytes | bits a number | stored as |",
+            "| tensor | shape | bytes | bits per weight | stored as |",
             "|---|---|---|---|---|",
             *(_line(each) for each in report.tensors),
             "",
@@ -61,7 +61,7 @@ def _line(size: TensorSize) -> str:
 
 
 def _auto_class(architecture: str) -> str:
-    """The Auto class that opens an architecture, by the names transformers gives them."""
+    """The Auto class that opens an architecture, by transformers' naming convention."""
     for task in ("ForCausalLM", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"):
         if architecture.endswith(task):
             return f"AutoModel{task}"

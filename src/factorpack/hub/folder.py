@@ -1,4 +1,4 @@
-"""A model's folder: its config, what goes along with the weights, and the packed file if there is one."""
+"""A model folder: its config, the files copied along with the weights, and the packed file if there is one."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from factorpack.source import check_inside, read_config
 
 CONFIG, PACKED_FILE, CARD = "config.json", "model.packed.safetensors", "README.md"
 QUANTIZATION, METHOD = "quantization_config", "factorpack"
-"""Where a packed folder's config says how it is quantized, and by what."""
+"""The config entry of a packed folder, and its `quant_method`."""
 EXTRAS = {"transformers": "hf", "diffusers": "diffusers"}
 """The library of a folder's class, and the extra that installs it."""
-_CARRIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".bpe", ".spm")
-"""Endings of what goes along: tokenizers, generation and pooling settings, chat templates. Never code."""
+_SIDE_FILES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".bpe", ".spm")
+"""Endings of files copied along: tokenizers, generation and pooling settings, chat templates. Never code."""
 _WEIGHTS = (
     ".index.json",
     ".safetensors",
@@ -32,7 +32,7 @@ _WEIGHTS = (
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder with a config."""
+    """A model folder with its config."""
 
     path: Path
     config: dict[str, Any]
@@ -40,10 +40,10 @@ class Folder:
     @property
     def packed_file(self) -> Path | None:
         """The packed file that the config names; None in a folder of plain weights."""
-        stated = self.config.get(QUANTIZATION)
-        if not isinstance(stated, dict) or stated.get("quant_method") != METHOD:
+        quantization = self.config.get(QUANTIZATION)
+        if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
             return None
-        name = stated.get("file")
+        name = quantization.get("file")
         if not isinstance(name, str) or Path(name).name != name or not (self.path / name).is_file():
             raise SourceError(f"{self.path / CONFIG} names the packed file {name!r}, expected one beside it")
         check_inside(self.path, self.path / name)
@@ -51,12 +51,12 @@ class Folder:
 
     @property
     def library(self) -> str:
-        """Whose class the weights are for: the config of a diffusers component names it in a way of its own."""
+        """The library of the model's class: only the config of a diffusers component has a `_class_name`."""
         return "diffusers" if "_class_name" in self.config else "transformers"
 
     @property
     def architecture(self) -> str:
-        """The class that the config says the weights are for."""
+        """The name of the model's class in the config."""
         config = self.config
         named = [config["_class_name"]] if self.library == "diffusers" else config.get("architectures")
         if not isinstance(named, list) or not named or not isinstance(named[0], str):
@@ -66,13 +66,13 @@ class Folder:
             )
         return named[0]
 
-    def carried(self) -> list[Path]:
-        """Files that go along with the weights, of the folder and the folders in it, as paths inside it."""
+    def side_files(self) -> list[Path]:
+        """Files to copy along with the weights, from the folder and its subfolders, as relative paths."""
         found = [
             each
             for each in sorted((*self.path.glob("*"), *self.path.glob("*/*")))
             if each.is_file()
-            and each.name.endswith(_CARRIED)
+            and each.name.endswith(_SIDE_FILES)
             and not each.name.endswith(_WEIGHTS)
             and not any(part.startswith(".") for part in each.relative_to(self.path).parts)
             and each.relative_to(self.path) != Path(CONFIG)
@@ -87,9 +87,9 @@ def is_model_folder(path: Path) -> bool:
 
 
 def open_folder(path: str | Path) -> Folder:
-    """A model's folder, its config read and nothing else."""
+    """Opens a model folder; only its config is read."""
     path = Path(path)
     file = path / CONFIG
     if not file.is_file():
-        raise SourceError(f"{path} is no model's folder: it has no {CONFIG}")
+        raise SourceError(f"{path} is not a model folder: it has no {CONFIG}")
     return Folder(path, read_config(file))

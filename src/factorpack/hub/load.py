@@ -1,6 +1,6 @@
-"""A model opened from its folder, packed or plain, by the class that its config names.
+"""Opens a model folder, packed or plain, with the class that its config names.
 
-The class is one of transformers or diffusers and of nothing else.
+The class must come from transformers or diffusers.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ _BASES = {"transformers": "PreTrainedModel", "diffusers": "ModelMixin"}
 def from_pretrained(
     folder: str | Path, mode: Mode = "dense", example: Any = None, slack: float = 0.0
 ) -> nn.Module:
-    """The ready model of a packed folder, in evaluation mode; a folder of plain weights opens too.
+    """Opens a packed folder as a model in evaluation mode; a folder of plain weights opens too.
 
-    The class is the one that `config.json` names, of transformers or of diffusers (a component: a unet, a
-    vae) and of nothing else: code in the folder never runs. `mode`, `example` and `slack` are those of
-    `packed.apply`; any but "dense" wants the names that the model itself gives its tensors, as a folder
-    made from a model has.
+    The class is the one that `config.json` names. It must come from transformers or diffusers (a component:
+    a unet, a vae): code in the folder never runs. `mode`, `example` and `slack` are those of `packed.apply`;
+    any mode but "dense" needs the tensor names of the model itself, as in a folder made from a model.
 
     >>> model = fp.hub.from_pretrained("small-llama")  # doctest: +SKIP
     """
     opened = open_folder(folder)
     file = opened.packed_file
     if file is None and mode != "dense":
-        raise PlanError(f"mode {mode!r} is for packed folders, and {folder} is none: 'dense' opens it")
-    model = _opened(opened)
+        raise PlanError(f"mode {mode!r} needs a packed folder, and {folder} is not one: use mode 'dense'")
+    model = _open_model(opened)
     if file is not None and mode != "dense":
         packed = load(file)
         ties = {alias: name for alias, name in open_source(model).aliases.items() if alias not in packed}
@@ -46,8 +45,8 @@ def from_pretrained(
 
 
 def model_class(folder: Folder) -> Any:
-    """The class that a folder's weights are for."""
-    library, name = _imported(folder.library), folder.architecture
+    """The model class that a folder's config names."""
+    library, name = _import_library(folder.library), folder.architecture
     found = getattr(library, name, None)
     if not isinstance(found, type) or not issubclass(found, getattr(library, _BASES[folder.library])):
         raise SourceError(
@@ -59,37 +58,37 @@ def model_class(folder: Folder) -> Any:
 
 def tokenizer_of(folder: Folder) -> Any:
     try:
-        return _imported("transformers").AutoTokenizer.from_pretrained(
+        return _import_library("transformers").AutoTokenizer.from_pretrained(
             folder.path, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, ImportError) as error:
-        raise SourceError(f"{folder.path} has no tokenizer that opens: {error}") from error
+        raise SourceError(f"{folder.path} has no tokenizer that can be opened: {error}") from error
 
 
-def _opened(folder: Folder) -> nn.Module:
-    """Filled by the class itself, which knows old names and ties; nothing may be left to chance."""
-    made, file = model_class(folder), folder.packed_file
-    asked: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+def _open_model(folder: Folder) -> nn.Module:
+    """Loads weights with the class itself, which knows old names and ties; no tensor may stay uninitialised."""
+    factory, file = model_class(folder), folder.packed_file
+    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
     try:
         if folder.library == "diffusers" and file is not None:
-            model = made.from_config({k: v for k, v in folder.config.items() if k != QUANTIZATION})
+            model = factory.from_config({k: v for k, v in folder.config.items() if k != QUANTIZATION})
             return load(file).load_into(model).eval()
         if folder.library == "transformers":
             register()
-            asked["trust_remote_code"] = False
-        model, told = made.from_pretrained(folder.path, **asked)
+            options["trust_remote_code"] = False
+        model, loading = factory.from_pretrained(folder.path, **options)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise SourceError(f"{folder.path} does not open as a {folder.architecture}: {error}") from error
-    wrong = sorted(map(str, [*told["missing_keys"], *told["mismatched_keys"]]))
-    if wrong:
+    absent = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
+    if absent:
         raise SourceError(
-            f"{folder.path} lacks {len(wrong)} tensors of a {folder.architecture}, the first is {wrong[0]}"
+            f"{folder.path} lacks {len(absent)} tensors of a {folder.architecture}, the first is {absent[0]}"
         )
     opened: nn.Module = model
     return opened
 
 
-def _imported(library: str) -> Any:
+def _import_library(library: str) -> Any:
     try:
         return importlib.import_module(library)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What transformers asks of a quantization method, so that its own `from_pretrained` opens packed folders."""
+"""A quantization method for transformers, so that its own `from_pretrained` opens packed folders."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from factorpack.packed import load
 
 @cache
 def register() -> None:
-    """Lets transformers' `from_pretrained` open packed folders, in this process; imports transformers.
+    """Lets transformers' `from_pretrained` open packed folders in this process; imports transformers.
 
-    Never by itself: `import factorpack` stays light and leaves transformers alone. `fp.hub.from_pretrained`
-    calls it too.
+    `import factorpack` never calls it, to stay light; `fp.hub.from_pretrained` does.
     """
     try:
         from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -31,7 +30,7 @@ def register() -> None:
 
     @register_quantization_config(METHOD)
     class FactorpackConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignore]
-        """The entry in `config.json`; the model it gives is an ordinary dense one."""
+        """The entry in `config.json`; the loaded model is an ordinary dense one."""
 
         dequantize = True
 
@@ -41,31 +40,31 @@ def register() -> None:
 
     @register_quantizer(METHOD)
     class FactorpackQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
-        """Decodes the packed file, tensor by tensor, into a plain one that transformers reads as any other."""
+        """Decodes the packed file, tensor by tensor, into a plain one that transformers reads like any other."""
 
         requires_calibration = True
 
         def update_attn_implementation(self, config: Any) -> Any:
-            """The one place that sees the config before files are looked for: only here the name is told.
+            """Names the packed file: no other hook sees the config before transformers looks for files.
 
-            In `config.json` it would make a transformers that knows no factorpack open the file, find none
-            of its tensors, and answer with random ones.
+            With the name in `config.json`, a transformers without factorpack would open the file, find none
+            of its tensors, and initialise the model at random.
             """
             config.transformers_weights = self.quantization_config.file
             return super().update_attn_implementation(config)
 
         def preprocess_model(self, model: Any, *arguments: Any, **settings: Any) -> Any:
             folder = tempfile.mkdtemp(prefix="factorpack-")
-            # Also where transformers fails between here and the end.
-            self.forget = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            # Also runs if transformers fails before postprocess_model.
+            self.remove_decoded = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             self.shapes = _shapes(model)
             files = settings["checkpoint_files"]
-            files[:] = [_plain(Path(file), Path(folder)) for file in files]
+            files[:] = [_decode_file(Path(file), Path(folder)) for file in files]
             return super().preprocess_model(model, *arguments, **settings)
 
         def postprocess_model(self, model: Any, **settings: Any) -> Any:
-            self.forget()
-            # Of a quantized model transformers takes any shape: codes have others than weights.
+            self.remove_decoded()
+            # transformers accepts any shape for a quantized model, as codes and weights may differ.
             for name, shape in _shapes(model).items():
                 if shape != self.shapes[name]:
                     raise SourceError(
@@ -87,8 +86,8 @@ def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in model.state_dict().items()}
 
 
-def _plain(file: Path, folder: Path) -> str:
+def _decode_file(file: Path, folder: Path) -> str:
     if not is_packed(file):
-        raise SourceError(f"{file} is no packed file, and the config says that it is one")
+        raise SourceError(f"{file} is not a packed file, although the config says so")
     load(file).decode_to(folder / file.name, progress=False)
     return str(folder / file.name)

@@ -1,4 +1,4 @@
-"""Packed folders: config, packed file, what goes along, and a card; whole or not there at all."""
+"""Writes packed folders: config, packed file, tokenizer and a model card, all or nothing."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from factorpack.version import __version__
 
 
 def save_pretrained(packed: Packed, folder: str | Path, like: Any) -> Packed:
-    """Writes a packed model as a folder that `from_pretrained` opens; its tokenizer and settings go along.
+    """Writes a packed model as a folder that `from_pretrained` opens, with its tokenizer and settings.
 
-    `like` says whose weights they are: the Hugging Face folder they came from, or the model itself, of
-    transformers or of diffusers (a tokenizer is then saved into the folder by its own `save_pretrained`).
+    `like` is where the weights came from: the Hugging Face folder, or the transformers or diffusers model
+    itself (save its tokenizer into the folder with the tokenizer's own `save_pretrained`).
 
     >>> fp.hub.save_pretrained(packed, "small-llama", like="llama")  # doctest: +SKIP
     """
     if isinstance(like, str | Path):
-        return write_folder(folder, open_folder(like), _writes(packed))
+        return write_folder(folder, open_folder(like), _writer(packed))
     with tempfile.TemporaryDirectory() as plain:
         _save_config(like, plain)
-        return write_folder(folder, open_folder(plain), _writes(packed))
+        return write_folder(folder, open_folder(plain), _writer(packed))
 
 
 def _save_config(model: Any, folder: str) -> None:
-    """A config of transformers saves itself; of diffusers it is the model that does."""
+    """In transformers the config has a save method, in diffusers the model has it."""
     if hasattr(model, "config") and hasattr(model.config, "save_pretrained"):
         model.config.architectures = model.config.architectures or [type(model).__name__]
         model.config.save_pretrained(folder)
@@ -45,31 +45,30 @@ def _save_config(model: Any, folder: str) -> None:
         model.save_config(folder)
     else:
         raise SourceError(
-            f"a packed folder is like a {type(model).__name__}, expected a folder or a model of transformers "
-            "or diffusers"
+            f"like is a {type(model).__name__}, expected a folder or a model of transformers or diffusers"
         )
 
 
 def write_folder(target: str | Path, like: Folder, write: Callable[[Path], object]) -> Packed:
-    """A packed folder with the file that `write` puts where it is told, and all else of `like`."""
+    """Writes a packed folder: the packed file by calling `write`, everything else copied from `like`."""
     target = Path(target)
-    _ = like.architecture  # one that has none is refused before any work
+    _ = like.architecture  # raises before any work if there is none
     with atomic_folder(target) as made:
         write(made / PACKED_FILE)
-        for carried in like.carried():
-            (made / carried).parent.mkdir(exist_ok=True)
-            shutil.copyfile(like.path / carried, made / carried)
-        stated = {"quant_method": METHOD, "version": __version__, "file": PACKED_FILE}
+        for name in like.side_files():
+            (made / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(like.path / name, made / name)
+        quantization = {"quant_method": METHOD, "version": __version__, "file": PACKED_FILE}
         packed = load(made / PACKED_FILE)
-        typed = _typed(like.config, packed) if like.library == "transformers" else like.config
-        config = typed | {QUANTIZATION: stated}
+        config = _with_dtype(like.config, packed) if like.library == "transformers" else like.config
+        config = config | {QUANTIZATION: quantization}
         (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         (made / CARD).write_text(card(target.name, like, packed.size()))
     return load(target / PACKED_FILE)
 
 
-def _typed(config: dict[str, Any], packed: Packed) -> dict[str, Any]:
-    """The config with the weights' type, which transformers would else read off the packed file's bytes."""
+def _with_dtype(config: dict[str, Any], packed: Packed) -> dict[str, Any]:
+    """The config with the weights' dtype, which transformers would otherwise infer from the packed bytes."""
     if config.get("dtype") or config.get("torch_dtype"):
         return config
     sizes: Counter[str] = Counter()
@@ -79,5 +78,5 @@ def _typed(config: dict[str, Any], packed: Packed) -> dict[str, Any]:
     return {**config, "dtype": sizes.most_common(1)[0][0]} if sizes else config
 
 
-def _writes(packed: Packed) -> Callable[[Path], None]:
+def _writer(packed: Packed) -> Callable[[Path], None]:
     return lambda path: write_packed(path, packed.items(), packed.aliases)

@@ -1,4 +1,4 @@
-"""Texts as tokens: batches to calibrate on, and how well a language model foretells them."""
+"""Texts as tokens: calibration batches, and a language model's perplexity."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """exp of the mean negative log-likelihood of a token, given those before it in its window."""
+    """exp of the mean negative log-likelihood of a token, given the tokens before it in its window."""
 
     perplexity: float
     nats: float
     tokens: int
-    """Tokens that were foretold: all but the first of each window."""
+    """Predicted tokens: all but the first of each window."""
 
 
 def windows(file: Path, tokenizer: Any, length: int) -> list[Tensor]:
-    """A text file as windows of `length` tokens without overlap, each (length,); the last may be shorter."""
+    """Splits a text file into non-overlapping windows of `length` tokens; the last may be shorter."""
     if length < 2:
         raise SourceError(f"windows of {length} tokens, expected 2 or more")
-    known = tokenizer(read_text(file), add_special_tokens=False, verbose=False)["input_ids"]
-    tokens = torch.tensor(known, dtype=torch.int64)
+    ids = tokenizer(read_text(file), add_special_tokens=False, verbose=False)["input_ids"]
+    tokens = torch.tensor(ids, dtype=torch.int64)
     found = [window for window in tokens.split(length) if len(window) > 1]
     if not found:
         raise SourceError(f"{file} has {len(tokens)} tokens, expected at least 2")
@@ -42,11 +42,11 @@ def windows(file: Path, tokenizer: Any, length: int) -> list[Tensor]:
 
 
 def line_batches(file: Path, tokenizer: Any, length: int, samples: int) -> list[dict[str, Tensor]]:
-    """Batches to calibrate on: each line of a text file a text, padded, of `length` tokens at most."""
+    """Calibration batches: one text per line of a file, padded, of at most `length` tokens."""
     lines = [line for line in read_text(file).splitlines() if line.strip()]
     if not lines:
-        raise SourceError(f"{file} has no line with a text in it")
-    taken = spread(lines, samples)
+        raise SourceError(f"{file} has only empty lines, expected one text per line")
+    taken = evenly_spaced(lines, samples)
     return [
         dict(tokenizer(some, padding=True, truncation=True, max_length=length, return_tensors="pt"))
         for some in (taken[start : start + TEXTS_AT_ONCE] for start in range(0, len(taken), TEXTS_AT_ONCE))
@@ -54,47 +54,45 @@ def line_batches(file: Path, tokenizer: Any, length: int, samples: int) -> list[
 
 
 def token_batches(file: Path, tokenizer: Any, length: int, samples: int) -> list[dict[str, Tensor]]:
-    """Batches to calibrate on: `samples` whole windows of a text, spread evenly over it."""
+    """Calibration batches: `samples` full windows, evenly spaced over the text."""
     found = windows(file, tokenizer, length)
-    taken = spread([window for window in found if len(window) == length] or found, samples)
+    taken = evenly_spaced([window for window in found if len(window) == length] or found, samples)
     return [
         {"input_ids": torch.stack(taken[start : start + TEXTS_AT_ONCE])}
         for start in range(0, len(taken), TEXTS_AT_ONCE)
     ]
 
 
-def spread(items: list[Item], count: int) -> list[Item]:
-    """Some of many things, spread evenly over them; all where there are fewer."""
-    return items if len(items) <= count else [items[place * len(items) // count] for place in range(count)]
+def evenly_spaced(items: list[Item], count: int) -> list[Item]:
+    """`count` evenly spaced items, or all of them if there are fewer."""
+    return items if len(items) <= count else [items[index * len(items) // count] for index in range(count)]
 
 
 def read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise SourceError(f"{file} cannot be read as a text: {error}") from error
+        raise SourceError(f"{file} cannot be read as text: {error}") from error
 
 
 def perplexity(model: nn.Module, found: list[Tensor], progress: bool = True) -> Perplexity:
-    """How well a causal language model foretells windows of tokens."""
+    """Perplexity of a causal language model on windows of tokens."""
     total, count = 0.0, 0
     with (
-        Progress("reading", len(found), progress, "windows") as bar,
+        Progress("measuring perplexity", len(found), progress, "windows") as bar,
         evaluating(model),
         torch.inference_mode(),
     ):
         for window in found:
-            nats, tokens = _nats(model, window.to(device_of(model)))
+            nats, tokens = _sum_nats(model, window.to(device_of(model)))
             total, count = total + nats, count + tokens
             bar.advance(f"perplexity {exp(total / count):.3f}", 1)
     return Perplexity(exp(total / count), total / count, count)
 
 
-def _nats(model: nn.Module, window: Tensor) -> tuple[float, int]:
+def _sum_nats(model: nn.Module, window: Tensor) -> tuple[float, int]:
     logits = getattr(model(input_ids=window[None]), "logits", None)
     if not isinstance(logits, Tensor) or logits.shape[:2] != (1, len(window)):
-        raise SourceError(
-            f"a {type(model).__name__} gives no logits of each token, and perplexity is about those"
-        )
-    lost = nn.functional.cross_entropy(logits[0, :-1].double(), window[1:], reduction="sum")
-    return float(lost), len(window) - 1
+        raise SourceError(f"a {type(model).__name__} returns no logits per token, which perplexity needs")
+    nats = nn.functional.cross_entropy(logits[0, :-1].double(), window[1:], reduction="sum")
+    return float(nats), len(window) - 1
