@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import factorpack as fp
 from factorpack.budget.planner import Planner
 from factorpack.commands.compare import markdown
-from factorpack.comparison import OPPONENTS, PLANNED, Grid, Point, compare
+from factorpack.comparison import BASELINES, PLANNED, Grid, Point, compare
 from factorpack.comparison.figure import pareto, save_figure
 from factorpack.errors import PlanError
 from factorpack.tune.schedule import Schedule
@@ -69,7 +69,7 @@ def grid(folder: Path, methods: tuple[str, ...] = ("all",), ratios: tuple[float,
 def test_every_method_makes_a_file_of_the_size_or_says_its_smallest(tmp_path: Path) -> None:
     points = grid(tmp_path, ratios=(3.0, 6.0)).run()
     assert [(point.method, point.asked_ratio) for point in points] == [
-        (name, ratio) for name in (PLANNED, *OPPONENTS) for ratio in (3.0, 6.0)
+        (name, ratio) for name in (PLANNED, *BASELINES) for ratio in (3.0, 6.0)
     ]
     for point in points:
         if point.file is None:
@@ -97,7 +97,7 @@ def test_a_permuted_file_answers_as_its_codewords_do_and_not_otherwise(tmp_path:
 
 def test_an_interrupted_comparison_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = grid(tmp_path, ("scalar", "lsq")).run()
-    monkeypatch.setattr(Grid, "_made", lambda *_: pytest.fail("it was made already"))
+    monkeypatch.setattr(Grid, "_compute_point", lambda *_: pytest.fail("it was made already"))
     assert grid(tmp_path, ("lsq", "scalar")).run() == first
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from factorpack.comparison.baselines import BASELINES, PLANNED, select_methods
 from factorpack.comparison.ladders import Ladders
-from factorpack.comparison.opponents import OPPONENTS, PLANNED, chosen
 from factorpack.errors import PlanError
 from factorpack.methods import Method, Scalar
 
@@ -42,7 +42,7 @@ def test_it_is_the_closest_of_the_largest_of_each_ladder(sizes: list[list[int]],
         for number, ladder in enumerate(ladders)
         for rung, method in enumerate(ladder)
     }
-    found = Ladders(ladders, measure).within(max_bytes)
+    found = Ladders(ladders, measure).best_within(max_bytes)
     highest = [
         max(fitting, key=lambda method: known[id(method)])
         for ladder in ladders
@@ -62,7 +62,7 @@ def test_the_smallest_of_all_ladders() -> None:
 
 
 def test_names_are_taken_in_one_order_and_all_is_all() -> None:
-    assert chosen(["all"]) == [PLANNED, *OPPONENTS]
-    assert chosen(["vq", PLANNED]) == [PLANNED, "vq"]
+    assert select_methods(["all"]) == [PLANNED, *BASELINES]
+    assert select_methods(["vq", PLANNED]) == [PLANNED, "vq"]
     with pytest.raises(PlanError, match=r"unknown method 'zip', known are all, planned, qspca"):
-        chosen(["vq", "zip"])
+        select_methods(["vq", "zip"])

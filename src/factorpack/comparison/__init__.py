@@ -1,8 +1,8 @@
-"""Every method on one model at the same sizes: real files, measured accuracy, one table and one figure."""
+"""Compares methods on one model at equal sizes: real files, measured accuracy, a table and a figure."""
 
 from __future__ import annotations
 
+from factorpack.comparison.baselines import BASELINES, PLANNED
 from factorpack.comparison.grid import Grid, Point, compare
-from factorpack.comparison.opponents import OPPONENTS, PLANNED
 
-__all__ = ["OPPONENTS", "PLANNED", "Grid", "Point", "compare"]
+__all__ = ["BASELINES", "PLANNED", "Grid", "Point", "compare"]

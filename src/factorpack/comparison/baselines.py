@@ -1,4 +1,4 @@
-"""The methods that are compared, each with its settings in the order of the files they make."""
+"""The compared methods, each with ladders of settings ordered by file size."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from factorpack.methods import (
 from factorpack.solve.projected import ProjectedGradient
 
 PLANNED = "planned"
-"""Not a method but the budget planner, which needs no ladder: it meets a size by itself."""
+"""The budget planner, which is no method and needs no ladder: it takes the size itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class Opponent:
-    """A method's settings from the smallest file to the largest, in ladders along which files grow."""
+class Baseline:
+    """A method's settings, in ladders from the smallest file to the largest."""
 
     title: str
     ladders: Sequence[Sequence[Method]]
     permutes: bool = False
-    """Whether channels are put in another order first, which changes no answer."""
+    """Whether channels are reordered first, which leaves the model's outputs unchanged."""
 
 
 def _powers(low: int, high: int) -> list[int]:
@@ -44,48 +44,50 @@ def _powers(low: int, high: int) -> list[int]:
 
 
 def _codewords(make: Callable[..., Method]) -> list[list[Method]]:
-    """Codewords of whole kernels, then of smaller tiles: many codewords of a few numbers make large files."""
+    """Codewords of whole kernels, then of smaller tiles: many short codewords make large files."""
     kernels = [[make(codewords=k, regime=regime) for k in _powers(3, 11)] for regime in ("large", "small")]
     return [*kernels, *([make(codewords=k, tile=tile) for k in _powers(4, 12)] for tile in (4, 2))]
 
 
-def _between(low: float, high: float, count: int) -> list[float]:
-    """Numbers from `low` to `high`, each the same factor from the next."""
-    return [low * (high / low) ** (place / (count - 1)) for place in range(count)]
+def _geometric(low: float, high: float, count: int) -> list[float]:
+    """Geometrically spaced values from `low` to `high`."""
+    return [low * (high / low) ** (index / (count - 1)) for index in range(count)]
 
 
 _ALGORITHM_1 = ProjectedGradient(steps=100, stop="validation")
 _RANKS = [4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256]
 
-OPPONENTS: dict[str, Opponent] = {
-    "qspca": Opponent(
+BASELINES: dict[str, Baseline] = {
+    "qspca": Baseline(
         "the paper's QSPCA",
         [
             [QSPCA(rank, bits, clip="minmax", solver=_ALGORITHM_1) for rank in _RANKS]
             for bits in (3, 4, 5, 6, 8)
         ],
     ),
-    "scalar": Opponent("rounding to nearest", [[Scalar(bits) for bits in range(2, 9)]]),
-    "second_order": Opponent("error feedback, fixed width", [[SecondOrder(bits=b) for b in range(2, 9)]]),
-    "lsq": Opponent("LSQ", [[LSQ(bits) for bits in range(1, 9)]]),
-    "ttq": Opponent("TTQ", [[TTQ(share) for share in (0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)]]),
-    "abcnet": Opponent("ABC-Net", [[ABCNet(bases) for bases in range(1, 6)]]),
-    "prune": Opponent(
-        "magnitude pruning", [[Prune(1 - share, bits=4) for share in _between(0.005, 1.0, 48)]]
+    "scalar": Baseline("rounding to nearest", [[Scalar(bits) for bits in range(2, 9)]]),
+    "second_order": Baseline("error feedback, fixed width", [[SecondOrder(bits=b) for b in range(2, 9)]]),
+    "lsq": Baseline("LSQ", [[LSQ(bits) for bits in range(1, 9)]]),
+    "ttq": Baseline("TTQ", [[TTQ(share) for share in (0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)]]),
+    "abcnet": Baseline("ABC-Net", [[ABCNet(bases) for bases in range(1, 6)]]),
+    "prune": Baseline(
+        "magnitude pruning", [[Prune(1 - share, bits=4) for share in _geometric(0.005, 1.0, 48)]]
     ),
-    "nncodec": Opponent("NNCodec-like", [[NNCodec(step) for step in reversed(_between(0.01, 8.0, 96))]]),
-    "svd": Opponent("SVD", [[SVD(share=share) for share in _between(0.005, 1.0, 48)]]),
-    "spatial_svd": Opponent("spatial SVD", [[SpatialSVD(share=share) for share in _between(0.005, 1.0, 48)]]),
-    "vq": Opponent("VQ", _codewords(VQ)),
-    "bgd": Opponent("BGD", _codewords(BGD)),
-    "pqf": Opponent("PQF", _codewords(PQF), permutes=True),
-    "aq": Opponent("AQ", [[AQ(codebooks, k) for k in _powers(2, 9)] for codebooks in (2, 4)]),
+    "nncodec": Baseline("NNCodec-like", [[NNCodec(step) for step in reversed(_geometric(0.01, 8.0, 96))]]),
+    "svd": Baseline("SVD", [[SVD(share=share) for share in _geometric(0.005, 1.0, 48)]]),
+    "spatial_svd": Baseline(
+        "spatial SVD", [[SpatialSVD(share=share) for share in _geometric(0.005, 1.0, 48)]]
+    ),
+    "vq": Baseline("VQ", _codewords(VQ)),
+    "bgd": Baseline("BGD", _codewords(BGD)),
+    "pqf": Baseline("PQF", _codewords(PQF), permutes=True),
+    "aq": Baseline("AQ", [[AQ(codebooks, k) for k in _powers(2, 9)] for codebooks in (2, 4)]),
 }
 
 
-def chosen(names: Sequence[str]) -> list[str]:
-    """Names of opponents, the planner first; "all" is all of them."""
-    known = [PLANNED, *OPPONENTS]
+def select_methods(names: Sequence[str]) -> list[str]:
+    """Checks method names and puts them in order, the planner first; "all" means every method."""
+    known = [PLANNED, *BASELINES]
     unknown = [name for name in names if name not in (*known, "all")]
     if unknown or not names:
         raise PlanError(f"unknown method {(unknown or [''])[0]!r}, known are all, {', '.join(known)}")
@@ -93,12 +95,12 @@ def chosen(names: Sequence[str]) -> list[str]:
 
 
 def for_sizing(method: Method) -> Method:
-    """The same settings with as little work as tells how large the file will be."""
+    """The same settings with the least work that still gives the file's size."""
     if isinstance(method, VQ | BGD | PQF | AQ):
         return replace(method, iterations=1)
     return without_data(method)
 
 
 def without_data(method: Method) -> Method:
-    """The method as far as it goes on the weights alone."""
+    """The method as it runs on the weights alone."""
     return replace(method, solver=None) if isinstance(method, QSPCA) else method

@@ -1,4 +1,4 @@
-"""A comparison as a picture: accuracy against size, a colour a method, the original as a line."""
+"""Plots a comparison: accuracy against size, one colour per method, the original as a line."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from factorpack.comparison.baselines import BASELINES, PLANNED
 from factorpack.comparison.grid import Point
-from factorpack.comparison.opponents import OPPONENTS, PLANNED
 from factorpack.errors import PlanError
 
 INK = "#222222"
-# Told apart by most eyes, and by their marks where colours are not.
+# Distinct for most readers; the markers help where the colours do not.
 COLOURS = (
     "#1f6fb4", "#2e8540", "#8a8a8a", "#d9731a", "#9b59b6", "#c0392b", "#7f6000",
     "#16a085", "#34495e", "#b07aa1", "#59a14f", "#e15759", "#4e79a7", "#f28e2b", "#76b7b2",
@@ -20,18 +20,18 @@ MARKS = "o^vsDPX*<>hpdH8"
 
 
 def title_of(name: str) -> str:
-    """What a method is called in tables and figures; one of another version keeps its own name."""
+    """A method's name in tables and figures; an unknown one, from another version, keeps its own."""
     if name == PLANNED:
         return "planned to a budget"
-    return OPPONENTS[name].title if name in OPPONENTS else name
+    return BASELINES[name].title if name in BASELINES else name
 
 
 def pareto(points: Sequence[Point], original: float | None, axes: Any = None) -> Any:
-    """Top-1 against the files' ratios, on `axes`, or in a new figure with a legend; returns the figure."""
+    """Plots top-1 against file ratios, on `axes` or in a new figure with a legend; returns the figure."""
     alone = axes is None
     if alone:
         axes = _pyplot().figure(figsize=(9.6, 5.6)).add_subplot()
-    for place, name in enumerate((PLANNED, *OPPONENTS)):
+    for place, name in enumerate((PLANNED, *BASELINES)):
         line = sorted(
             (point.file_ratio, 100 * point.measured["top1"])
             for point in points
@@ -55,7 +55,7 @@ def pareto(points: Sequence[Point], original: float | None, axes: Any = None) ->
 
 
 def _draw(axes: Any, name: str, line: Sequence[tuple[float, float]], colour: str, mark: str) -> None:
-    """A method's points; those of the planner are the larger ones and have their scores beside them."""
+    """Draws a method's points; those of the planner are larger and labelled with their scores."""
     first = name == PLANNED
     style = {"color": colour, "marker": mark, "ms": 6 if first else 4, "lw": 2.2 if first else 1.0}
     axes.plot(*zip(*line, strict=True), label=title_of(name), zorder=3 if first else 2, **style)
@@ -65,7 +65,7 @@ def _draw(axes: Any, name: str, line: Sequence[tuple[float, float]], colour: str
 
 
 def save_figure(figure: Any, path: Path) -> list[Path]:
-    """As PNG and SVG beside each other."""
+    """Saves a figure as PNG and SVG."""
     written = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
     for target in written:
         figure.savefig(target, dpi=150, bbox_inches="tight")

@@ -1,4 +1,4 @@
-"""The grid of a comparison: methods times sizes, a file and a measured point each, resumed where it ended."""
+"""The grid of a comparison: methods times sizes, each with a file and a measured point; it can be resumed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from factorpack.budget.meet import budget_bytes, source_bytes
 from factorpack.budget.norms import small_leftovers
 from factorpack.budget.planner import Planner
+from factorpack.comparison.baselines import BASELINES, PLANNED, for_sizing, select_methods, without_data
 from factorpack.comparison.ladders import Ladders
-from factorpack.comparison.opponents import OPPONENTS, PLANNED, chosen, for_sizing, without_data
 from factorpack.comparison.permute import permute_model
 from factorpack.compression import compress
 from factorpack.decoding import decode
@@ -36,12 +36,12 @@ from factorpack.source import Checkpoint, open_source
 from factorpack.tune.schedule import Schedule
 
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
-"""A model -> what was measured of it, as {"top1": 0.69}."""
+"""A model -> its measured scores, such as {"top1": 0.69}."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One method at one size. `file` is None where the method makes no file so small."""
+    """One method at one size. `file` is None if the method cannot make a file that small."""
 
     method: str
     asked_ratio: float
@@ -50,47 +50,47 @@ class Point:
     file_bytes: int = 0
     file_ratio: float = 0.0
     weight_error: float = 0.0
-    """Squared error of all coded weights over their energy."""
+    """Squared error of all coded weights divided by their energy."""
     compress_s: float = 0.0
     measured: Mapping[str, float] = field(default_factory=dict)
     trained: Mapping[str, Any] = field(default_factory=dict)
-    """The schedule it was trained by, empty where it was not."""
+    """The schedule it was finetuned with; empty if it was not."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is compared and how it is measured. Files and points lie in `folder` as they come."""
+    """What is compared and how it is measured. Files and points are written to `folder` one by one."""
 
     model: nn.Module
     ratios: Sequence[float]
     folder: Path
     methods: Sequence[str] = ("all",)
     calibration: Sequence[Any] = ()
-    """Batches of inputs, for the methods that want them; the first serves to follow channels."""
+    """Batches of inputs, for methods that use them; the first one also serves to trace channels."""
     evaluate: Evaluate | None = None
     train: Iterable[Any] | None = None
-    """Batches to train every method on, by the same `schedule`, with the model itself as teacher."""
+    """Batches to finetune every method on, with the same `schedule` and the model itself as teacher."""
     schedule: Schedule = field(default_factory=Schedule)
     planner: Planner = field(default_factory=Planner)
     progress: bool = True
 
     def run(self) -> list[Point]:
-        """Every point, those of an earlier run from their files."""
+        """Returns every point; those of an earlier run are read from their files."""
         names = self.check()
         points = []
         with Progress("comparing", len(names) * len(self.ratios), self.progress, "points") as bar:
             for name in names:
                 for ratio in sorted(self.ratios):
                     bar.show(f"{name} at {ratio:g}x")
-                    points.append(self._kept(name, ratio) or self._made(name, ratio))
+                    points.append(self._read_point(name, ratio) or self._compute_point(name, ratio))
                     bar.advance(name, 1)
         return points
 
     def check(self) -> list[str]:
-        """The methods by name; what is no method or no ratio is refused before any work is done."""
+        """Returns the method names; unknown methods and invalid ratios raise before any work is done."""
         for ratio in self.ratios:
             budget_bytes(self._source, ratio)
-        return chosen(self.methods)
+        return select_methods(self.methods)
 
     @cached_property
     def _source(self) -> Any:
@@ -98,7 +98,7 @@ class Grid:
 
     @cached_property
     def _permuted(self) -> nn.Module:
-        """The same function with channels in another order; the model itself where there are no inputs."""
+        """The same function with channels in another order; the model itself without calibration inputs."""
         if not self.calibration:
             return self.model
         return permute_model(self.model, self.calibration[0], tile_of=_large_tile)[0]
@@ -106,33 +106,37 @@ class Grid:
     @cached_property
     def _ladders(self) -> dict[str, Ladders]:
         return {
-            name: Ladders(each.ladders, partial(self._sized, self._start_of(name)))
-            for name, each in OPPONENTS.items()
-            if name in chosen(self.methods)
+            name: Ladders(each.ladders, partial(self._measure_size, self._starting_model(name)))
+            for name, each in BASELINES.items()
+            if name in select_methods(self.methods)
         }
 
     @cached_property
     def _fingerprint(self) -> str:
-        """What points depend on beside their method and size."""
-        how = (len(self.calibration), self.train is not None and asdict(self.schedule), asdict(self.planner))
-        mark = zlib.crc32(repr(how).encode())
+        """A checksum of everything else that points depend on."""
+        setup = (
+            len(self.calibration),
+            self.train is not None and asdict(self.schedule),
+            asdict(self.planner),
+        )
+        checksum = zlib.crc32(repr(setup).encode())
         for name, entry in self._source.entries.items():
-            mark = zlib.crc32(name.encode() + raw_bytes(entry.load()), mark)
-        return f"{mark:08x}"
+            checksum = zlib.crc32(name.encode() + raw_bytes(entry.load()), checksum)
+        return f"{checksum:08x}"
 
-    def _start_of(self, name: str) -> nn.Module:
-        return self._permuted if name != PLANNED and OPPONENTS[name].permutes else self.model
+    def _starting_model(self, name: str) -> nn.Module:
+        return self._permuted if name != PLANNED and BASELINES[name].permutes else self.model
 
-    def _sized(self, model: nn.Module, method: Method) -> tuple[int, float]:
-        packed = self._small(compress(model, for_sizing(method), progress=False))
+    def _measure_size(self, model: nn.Module, method: Method) -> tuple[int, float]:
+        packed = self._shrink_leftovers(compress(model, for_sizing(method), progress=False))
         return file_bytes(dict(packed), packed.aliases), weight_error(model, packed)
 
-    def _small(self, packed: Packed) -> Packed:
-        """With norms folded and vectors in FP16, as the planner has them: no opponent pays for FP32 leftovers."""
+    def _shrink_leftovers(self, packed: Packed) -> Packed:
+        """Folds norms and halves vectors, as the planner does: no baseline pays for FP32 leftovers."""
         return Packed(small_leftovers(packed, self.model), packed.aliases)
 
-    def _made(self, name: str, ratio: float) -> Point:
-        start = self._start_of(name)
+    def _compute_point(self, name: str, ratio: float) -> Point:
+        start = self._starting_model(name)
         started = time.perf_counter()
         if name == PLANNED:
             settings = f"ratio {ratio:g}"
@@ -140,27 +144,27 @@ class Grid:
             batches = self.calibration or None
             packed = compress(start, ratio=ratio, calibration=batches, planner=planner, progress=False)
         else:
-            method = self._ladders[name].within(budget_bytes(self._source, ratio))
+            method = self._ladders[name].best_within(budget_bytes(self._source, ratio))
             if method is None:
                 least = source_bytes(self._source) / self._ladders[name].smallest()
-                return self._keep(Point(name, ratio, f"{least:.1f}x is the smallest it makes"))
+                return self._write_point(Point(name, ratio, f"{least:.1f}x is the smallest it makes"))
             started = time.perf_counter()
             batches = self.calibration if samples_of(method) and self.calibration else None
             method = method if batches else without_data(method)
-            settings = _words(method)
+            settings = _describe(method)
             packed = compress(start, method, calibration=batches, progress=False)
         seconds = time.perf_counter() - started
         error = weight_error(start, packed)
-        trained = self._trained(packed, start, ratio if name == PLANNED else 0.0)
+        trained = self._finetune(packed, start, ratio if name == PLANNED else 0.0)
         path = self.folder / _packed_name(name, ratio)
         self.folder.mkdir(parents=True, exist_ok=True)
-        save(packed if name == PLANNED and not trained else self._small(packed), path)
+        save(packed if name == PLANNED and not trained else self._shrink_leftovers(packed), path)
         loaded = load(path)
         measured: Mapping[str, float] = {}
         if self.evaluate is not None:
             measured = self.evaluate(loaded.load_into(copy.deepcopy(self.model)))
         report = loaded.size()
-        return self._keep(
+        return self._write_point(
             Point(
                 name,
                 ratio,
@@ -175,7 +179,7 @@ class Grid:
             )
         )
 
-    def _trained(self, packed: Packed, start: nn.Module, target: float) -> dict[str, Any]:
+    def _finetune(self, packed: Packed, start: nn.Module, target: float) -> dict[str, Any]:
         if self.train is None:
             return {}
         from factorpack.tune.training import finetune  # accelerate is an extra
@@ -187,43 +191,43 @@ class Grid:
             self.train,
             teacher=self.model,
             schedule=schedule,
-            finish=self._small,
+            finish=self._shrink_leftovers,
             progress=False,
         )
         return asdict(schedule)
 
-    def _keep(self, point: Point) -> Point:
+    def _write_point(self, point: Point) -> Point:
         self.folder.mkdir(parents=True, exist_ok=True)
         document = {"fingerprint": self._fingerprint, **asdict(point)}
-        with atomic_write(self._path(point.method, point.asked_ratio)) as file:
+        with atomic_write(self._point_path(point.method, point.asked_ratio)) as file:
             file.write(json.dumps(document, indent=1).encode())
         return point
 
-    def _kept(self, name: str, ratio: float) -> Point | None:
-        """A point of an earlier run of this very comparison."""
-        path = self._path(name, ratio)
+    def _read_point(self, name: str, ratio: float) -> Point | None:
+        """A point from an earlier run of the same comparison, if there is one."""
+        path = self._point_path(name, ratio)
         if not path.exists():
             return None
         try:
             document = json.loads(path.read_text())
-            mark = document.pop("fingerprint")
+            fingerprint = document.pop("fingerprint")
             point = Point(**document)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(
-                f"{path} holds no point of a comparison: {error!r}; remove it or name another folder"
+                f"{path} holds no point of a comparison: {error!r}; remove it or use another folder"
             ) from error
-        if mark != self._fingerprint:
+        if fingerprint != self._fingerprint:
             raise PlanError(
-                f"{path} is of another model, other data or another schedule: remove it or name another folder"
+                f"{path} is from another model, other data or another schedule: remove it or use another folder"
             )
         return point
 
-    def _path(self, name: str, ratio: float) -> Path:
+    def _point_path(self, name: str, ratio: float) -> Path:
         return self.folder / _point_name(name, ratio)
 
 
 def files_of(methods: Sequence[str], ratios: Sequence[float]) -> list[str]:
-    """The names of all files that points of these methods and ratios are kept in."""
+    """Names of all files written for these methods and ratios."""
     pairs = [(name, ratio) for name in methods for ratio in ratios]
     return [make(name, ratio) for name, ratio in pairs for make in (_packed_name, _point_name)]
 
@@ -239,10 +243,10 @@ def _point_name(method: str, ratio: float) -> str:
 def compare(model: nn.Module, ratios: Sequence[float], folder: str | Path, **settings: Any) -> list[Point]:
     """Compresses a model with every method at every ratio, into files in `folder`, and measures them.
 
-    Each method gets the settings whose file is the largest within the size, and the closest to the weights
-    where several kinds of settings have one; the point has the real ratio.
-    Batch norms are folded and vectors halved for all, as the planner does. `settings` are `Grid`'s: methods,
-    calibration, evaluate, train, schedule, planner. Interrupted, it goes on from the points that are there.
+    Each method gets the settings with the largest file that fits the size; where several ladders of settings
+    have one, the one closest to the weights. The point records the real ratio. Batch norms are folded and
+    vectors halved for all methods, as the planner does. `settings` are `Grid`'s: methods, calibration,
+    evaluate, train, schedule, planner. An interrupted comparison resumes from the points it has.
 
     >>> points = fp.compare(model, [10, 20, 30], "comparison", calibration=batches)  # doctest: +SKIP
     """
@@ -254,7 +258,7 @@ def compare(model: nn.Module, ratios: Sequence[float], folder: str | Path, **set
 
 
 def weight_error(source: Checkpoint, packed: Packed) -> float:
-    """Of tensors that are weights: what rounding, or keeping less than all, has cost."""
+    """Relative squared error of all weights."""
     lost = energy = 0.0
     for name, entry in open_source(source).entries.items():
         if not not_a_weight(entry):
@@ -264,16 +268,16 @@ def weight_error(source: Checkpoint, packed: Packed) -> float:
     return lost / energy if energy else 0.0
 
 
-def _words(method: Method) -> str:
-    """A method with what differs from its defaults, as SVD(share=0.454)."""
-    given = [
+def _describe(method: Method) -> str:
+    """A method with its non-default settings, such as SVD(share=0.454)."""
+    settings = [
         f"{each.name}={value:.4g}" if isinstance(value, float) else f"{each.name}={value!r}"
         for each in fields(method)  # type: ignore[arg-type]
         if (value := getattr(method, each.name)) != each.default and each.name != "solver"
     ]
-    return f"{type(method).__name__}({', '.join(given)})"
+    return f"{type(method).__name__}({', '.join(settings)})"
 
 
 def _large_tile(_name: str, shape: tuple[int, ...]) -> int:
-    """Channels are ordered for tiles over several of them: small ones lie inside a kernel."""
+    """Tiles that span several channels; small ones lie inside a kernel and gain nothing from an order."""
     return tile_of(shape, regime="large")

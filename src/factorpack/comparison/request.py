@@ -1,4 +1,4 @@
-"""A comparison as it is asked for: paths and settings, from which any process makes the same grid."""
+"""A requested comparison: paths and settings, from which any process builds the same grid."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import nn
 from factorpack.budget.budgeter import MOMENT_BYTES
 from factorpack.budget.meet import source_bytes
 from factorpack.budget.planner import Planner
+from factorpack.comparison.baselines import PLANNED, select_methods
 from factorpack.comparison.grid import Evaluate, Grid, Point, files_of
-from factorpack.comparison.opponents import PLANNED, chosen
-from factorpack.engine import Engine, Task, outcomes
+from factorpack.engine import Engine, Task, run_tasks
 from factorpack.errors import PlanError
 from factorpack.format.locks import locked
 from factorpack.format.overwrite import check_output
@@ -26,15 +26,15 @@ from factorpack.tune.images import ImageFolder, image_folder, loader, unlabelled
 from factorpack.tune.models import device, weights_into
 from factorpack.tune.schedule import Schedule
 
-WRITTEN = ("compare.json", "compare.md", "compare.png", "compare.svg")
-"""What a comparison leaves beside its points and their files."""
+OUTPUTS = ("compare.json", "compare.md", "compare.png", "compare.svg")
+"""Files a comparison writes in addition to its points."""
 COPIES = 6
-"""Of a model in FP32 that a point takes at most: originals, decoded ones, and what measures them."""
+"""FP32 copies of a model that one point holds at most: originals, decoded ones, and those measured."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What `factorpack compare` is told."""
+    """The settings of `factorpack compare`."""
 
     source: Path
     model: str
@@ -49,42 +49,42 @@ class Request:
     batch_size: int = 64
     image_size: int = 224
     workers: int = 2
-    """Processes that read pictures."""
+    """Processes that load images."""
 
     def run(self, engine: Engine | None, progress: bool) -> tuple[list[Point], Mapping[str, float]]:
-        """Every point, and what was measured of the original.
+        """Returns every point, and the scores of the original model.
 
-        With an engine points are its workers', each of which writes its own as they come.
+        With an engine, its workers compute the points and each writes its own.
         """
         if self.epochs and self.data is None:
-            raise PlanError("--epochs trains on pictures: say where they are with --data")
-        for written in (*WRITTEN, *files_of(chosen(self.methods), self.ratios)):
+            raise PlanError("--epochs needs images to train on: give their folder with --data")
+        for written in (*OUTPUTS, *files_of(select_methods(self.methods), self.ratios)):
             check_output(self.output / written, self.source, self.calibration, self.data)
         grid = self.grid(progress)
         grid.check()
         self.output.mkdir(parents=True, exist_ok=True)
         with locked(self.output / "compare.json"):
             if engine is not None:
-                for _ in outcomes(engine, self.tasks(), "comparing", progress, "points"):
+                for _ in run_tasks(engine, self.tasks(), "comparing", progress, "points"):
                     pass
             points = grid.run()
             return points, grid.evaluate(grid.model) if grid.evaluate is not None else {}
 
     def tasks(self) -> list[Task]:
-        """One a method, which looks up the sizes of its settings once; the planner's points one by one."""
+        """One task per method, to measure the sizes of its settings only once; one per point of the planner."""
         need = BASE_BYTES + COPIES * source_bytes(open_source(self.source))
         need += MOMENT_BYTES if self.calibration is not None else 0
-        told = replace(
+        absolute = replace(
             self,
             source=self.source.absolute(),
             output=self.output.absolute(),
             calibration=self.calibration and self.calibration.absolute(),
             data=self.data and self.data.absolute(),
-            workers=0,  # a worker reads its pictures itself: it may have no processes of its own
+            workers=0,  # an engine's worker loads images itself: it may not start processes
         )
         return [
-            Task(name, make_points, (replace(told, methods=[name], ratios=ratios),), need, len(ratios))
-            for name in chosen(self.methods)
+            Task(name, make_points, (replace(absolute, methods=[name], ratios=ratios),), need, len(ratios))
+            for name in select_methods(self.methods)
             for ratios in ([[ratio] for ratio in self.ratios] if name == PLANNED else [self.ratios])
         ]
 
@@ -113,15 +113,15 @@ class Request:
     def _evaluate(self) -> Evaluate | None:
         if self.data is None:
             return None
-        pictures = ImageFolder(image_folder(self.data, "val"), self.image_size)
-        return partial(_accuracy, loader(pictures, self.batch_size, self.workers))
+        images = ImageFolder(image_folder(self.data, "val"), self.image_size)
+        return partial(_accuracy, loader(images, self.batch_size, self.workers))
 
 
 def make_points(request: Request) -> None:
-    """A worker's task: points of the folder, each written when it is measured."""
+    """A worker's task: computes points and writes each to the folder."""
     request.grid(progress=False).run()
 
 
-def _accuracy(pictures: Iterable[Any], candidate: nn.Module) -> Mapping[str, float]:
-    found = evaluate(candidate, pictures, progress=False)
-    return {"top1": found.top1, "top5": found.top5}
+def _accuracy(images: Iterable[Any], candidate: nn.Module) -> Mapping[str, float]:
+    accuracy = evaluate(candidate, images, progress=False)
+    return {"top1": accuracy.top1, "top5": accuracy.top5}

@@ -1,4 +1,4 @@
-"""What `factorpack compare` wrote, read again."""
+"""Reads the results of `factorpack compare`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from factorpack.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """compare.json: what was measured of the original, and the points."""
+    """compare.json: the original's scores, and the points."""
 
     original: Mapping[str, float]
     points: tuple[Point, ...]
 
 
 def read_comparison(path: Path) -> Comparison:
-    """PlanError where the file is another one, or has a number that is none."""
+    """Reads compare.json; raises PlanError for any other file, or one with an invalid number."""
     try:
         document = json.loads(path.read_text())
         original = _numbers(document["original"])

@@ -54,7 +54,7 @@ def test_these_leave_the_stem_free(name: str) -> None:
         ("group norm", "a norm of 2 groups"),
         ("grouped", "a convolution of 2 groups"),
         ("concatenated", "a concatenation"),
-        ("woven", "a reshape takes the channels apart"),
+        ("woven", "a reshape splits the channels"),
     ],
 )
 def test_these_freeze_it_and_say_why(name: str, reason: str) -> None:

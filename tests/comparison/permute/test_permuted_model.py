@@ -138,7 +138,7 @@ def test_orders_that_are_none_are_refused() -> None:
     groups = find_groups(net, IMAGES)
     free = next(group for group in groups if not group.frozen)
     frozen = next(group for group in groups if group.frozen)
-    with pytest.raises(PlanError, match="an order of 8 numbers is none of 8 channels"):
+    with pytest.raises(PlanError, match="the order of 8 is not a permutation of 8 channels"):
         reorder(net, [(free, torch.zeros(8, dtype=torch.int64))])
     with pytest.raises(PlanError, match="may not move: the model's input"):
         reorder(net, [(frozen, torch.arange(frozen.size))])
@@ -146,7 +146,7 @@ def test_orders_that_are_none_are_refused() -> None:
 
 def test_settings_that_are_none_are_refused() -> None:
     net = eventful(Residual())
-    with pytest.raises(PlanError, match="-1 iterations of a search, expected 0 or more"):
+    with pytest.raises(PlanError, match="-1 search iterations, expected 0 or more"):
         permute_model(net, IMAGES, iterations=-1)
-    with pytest.raises(PlanError, match="tiles of -4 numbers for 'inner"):
+    with pytest.raises(PlanError, match="tiles of -4 elements for 'inner"):
         permute_model(net, IMAGES, tile_of=lambda *_: -4)

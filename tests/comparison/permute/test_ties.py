@@ -29,7 +29,7 @@ def test_runs_that_do_not_fit_freeze_both() -> None:
     ties = Ties()
     one, other = ties.fresh(4), ties.fresh(6)
     ties.tie(one.times(3), other.times(2))
-    assert ties.frozen(one) == ties.frozen(other) == "runs of 2 and 3 numbers do not fit"
+    assert ties.frozen(one) == ties.frozen(other) == "runs of 2 and 3 elements do not align"
 
 
 def test_what_is_tied_to_the_frozen_is_frozen_whichever_comes_first() -> None:

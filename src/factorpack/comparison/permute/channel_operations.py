@@ -14,15 +14,15 @@ Axes = tuple[Axis, ...]
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor of the traced model: what its dimensions are."""
+    """The dimensions of a tensor in the traced model."""
 
     axes: Axes
 
 
 Arguments = Mapping[str, Any]
-"""The operation's arguments by their names in its schema, tensors as `Value`."""
+"""An operation's arguments by their names in its schema, tensors as `Value`."""
 Rule = Callable[[Ties, tuple[int, ...], Arguments], Axes]
-"""Ties what must be permuted alike, freezes what may not move, and returns the result's dimensions."""
+"""Ties what must be permuted together, freezes what may not move, and returns the result's dimensions."""
 
 _POSITIONS = "positions, not channels"
 
@@ -55,12 +55,12 @@ def linear(ties: Ties, _shape: tuple[int, ...], arguments: Arguments) -> Axes:
 
 def embedding(ties: Ties, _shape: tuple[int, ...], arguments: Arguments) -> Axes:
     words, width = arguments["weight"].axes
-    _freeze(ties, (words,), "an index chooses among them")
+    _freeze(ties, (words,), "they are selected by index")
     return (*arguments["indices"].axes, width)
 
 
 def channel_norm(ties: Ties, _shape: tuple[int, ...], arguments: Arguments) -> Axes:
-    """Batch and instance norm, and prelu: vectors with a number for each channel."""
+    """Batch and instance norm, and prelu: vectors with one element per channel."""
     inputs = arguments.get("input", arguments.get("self"))
     assert isinstance(inputs, Value)
     for name in ("weight", "bias", "running_mean", "running_var"):
@@ -89,7 +89,7 @@ def layer_norm(ties: Ties, _shape: tuple[int, ...], arguments: Arguments) -> Axe
 
 
 def elementwise(ties: Ties, shape: tuple[int, ...], arguments: Arguments) -> Axes:
-    """Dimensions that meet, aligned at the last one, are one; those of size 1 are spread over the others."""
+    """Broadcasting: dimensions aligned at the last one are tied, except those of size 1."""
     values = [value for value in arguments.values() if isinstance(value, Value)]
     result = []
     for place in range(-len(shape), 0):
@@ -117,17 +117,17 @@ def padding(ties: Ties, shape: tuple[int, ...], arguments: Arguments) -> Axes:
 
 
 def reduction(ties: Ties, _shape: tuple[int, ...], arguments: Arguments) -> Axes:
-    """A mean or sum over dimensions whose order does not matter to it."""
+    """A mean or sum, for which order does not matter."""
     axes = _first(arguments).axes
-    given = arguments.get("dim")
-    gone = {place % len(axes) for place in (range(len(axes)) if given in (None, []) else _listed(given))}
+    dims = arguments.get("dim")
+    gone = {place % len(axes) for place in (range(len(axes)) if dims in (None, []) else _as_list(dims))}
     if arguments.get("keepdim"):
         return tuple(ties.fresh(1) if place in gone else axis for place, axis in enumerate(axes))
     return tuple(axis for place, axis in enumerate(axes) if place not in gone)
 
 
 def reshape(ties: Ties, shape: tuple[int, ...], arguments: Arguments) -> Axes:
-    """Dimensions merged or split; a group survives as the first of what is merged, or of what it splits to."""
+    """Merges or splits dimensions; a group survives as the first of those merged, or of those it splits into."""
     before = list(_first(arguments).axes)
     result: list[Axis] = []
     after = list(shape)
@@ -138,7 +138,7 @@ def reshape(ties: Ties, shape: tuple[int, ...], arguments: Arguments) -> Axes:
 
 
 def _block(ties: Ties, before: list[Axis], after: list[int]) -> tuple[list[Axis], list[int]]:
-    """Takes the fewest leading dimensions of both that hold equally many numbers."""
+    """Takes the fewest leading dimensions of both with equally many elements."""
     mine, new = [before.pop(0)] if before else [], [after.pop(0)] if after else []
     while (have := math.prod(map(ties.size, mine))) != (want := math.prod(new)):
         if have < want:
@@ -150,12 +150,12 @@ def _block(ties: Ties, before: list[Axis], after: list[int]) -> tuple[list[Axis]
 
 def _reshaped(ties: Ties, before: list[Axis], after: list[int]) -> list[Axis]:
     wide = [axis for axis in before if ties.size(axis) > 1]
-    inner = math.prod([size for size in after if size > 1][1:])  # numbers behind one step of the first
+    inner = math.prod([size for size in after if size > 1][1:])  # elements per step of the first
     behind = math.prod(map(ties.size, wide[1:]))
     leads = wide and ties.resolve(wide[0]).repeat * behind % inner == 0 and (len(wide) == 1 or inner == 1)
     if not leads:
-        _freeze(ties, wide, "a reshape takes the channels apart")
-    _freeze(ties, wide[1:], "a reshape puts them behind others")
+        _freeze(ties, wide, "a reshape splits the channels")
+    _freeze(ties, wide[1:], "a reshape merges them into another dimension")
     result = []
     for size in after:
         if size > 1 and leads:
@@ -182,22 +182,22 @@ def permute(_ties: Ties, _shape: tuple[int, ...], arguments: Arguments) -> Axes:
 
 def select(ties: Ties, _shape: tuple[int, ...], arguments: Arguments) -> Axes:
     axes = list(_first(arguments).axes)
-    _freeze(ties, (axes.pop(arguments["dim"]),), "an index chooses among them")
+    _freeze(ties, (axes.pop(arguments["dim"]),), "they are selected by index")
     return tuple(axes)
 
 
-def cut(ties: Ties, shape: tuple[int, ...], arguments: Arguments) -> Axes:
-    """A slice along one dimension; one that takes everything changes nothing."""
+def slicing(ties: Ties, shape: tuple[int, ...], arguments: Arguments) -> Axes:
+    """A slice along one dimension; a full slice changes nothing."""
     axes = list(_first(arguments).axes)
     place = arguments["dim"]
     if shape[place] != ties.size(axes[place]):
         _freeze(ties, (axes[place],), "a slice takes some of them")
-        axes[place] = ties.fresh(shape[place], "a slice of others")
+        axes[place] = ties.fresh(shape[place], "a slice of other channels")
     return tuple(axes)
 
 
 def concatenation(ties: Ties, shape: tuple[int, ...], arguments: Arguments) -> Axes:
-    """The parts stay where they are along the dimension they are put together in."""
+    """Freezes the dimension along which the parts are concatenated."""
     place = arguments["dim"] % len(shape)
     parts = [list(value.axes) for value in arguments["tensors"]]
     for part in parts:
@@ -207,7 +207,7 @@ def concatenation(ties: Ties, shape: tuple[int, ...], arguments: Arguments) -> A
 
 
 def freeze_all(ties: Ties, argument: Any, reason: str) -> None:
-    """Nothing in an argument of an unknown operation may move."""
+    """Freezes every dimension in an operation's arguments."""
     if isinstance(argument, Value):
         _freeze(ties, argument.axes, reason)
     elif isinstance(argument, Mapping):
@@ -230,7 +230,7 @@ def _first(arguments: Arguments) -> Value:
     return next(value for value in arguments.values() if isinstance(value, Value))
 
 
-def _listed(places: int | Sequence[int]) -> Sequence[int]:
+def _as_list(places: int | Sequence[int]) -> Sequence[int]:
     return [places] if isinstance(places, int) else places
 
 
@@ -254,8 +254,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("transpose", "t"), transpose),
     "permute": permute,
     "select": select,
-    "slice": cut,
+    "slice": slicing,
     "cat": concatenation,
     "pad": padding,
 }
-"""Operation (of torch's aten library, in place or not) -> its rule; what torch calls pointwise needs none."""
+"""aten operation, in place or not -> its rule; operations tagged pointwise need none."""

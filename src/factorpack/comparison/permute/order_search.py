@@ -1,8 +1,8 @@
-"""The order of channels whose tiles have the covariance of least determinant.
+"""Searches for the order of channels that minimises the determinant of the tiles' covariance.
 
-At a given number of codewords the best error of a codebook for a Gaussian is proportional to det(cov)^(1/d):
-the more a tile's numbers tell about each other, and the more unequal their variances are, the less there is
-to code. Buckets are the channels that share a tile; their place in it decides which variances add up.
+For a given number of codewords, the best error of a codebook for a Gaussian is proportional to det(cov)^(1/d):
+the more correlated the elements of a tile, and the more unequal their variances, the less there is to code.
+Buckets are the channels that share a tile; their position in it decides which variances add up.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from torch import Tensor
 from factorpack.errors import WeightError
 
 CANDIDATES = 256
-"""Swaps tried in one iteration."""
+"""Swaps tried per iteration."""
 PATIENCE = 50
-"""Iterations without any gain after which the search ends."""
+"""Iterations without a gain after which the search stops."""
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A weight whose input channels are permuted, as the sums that the covariance of any order's tiles needs."""
+    """A weight whose input channels are permuted, as the sums from which any order's tile covariance follows."""
 
     channels: int  # in one tile
     rows: int  # output channels
-    second: Tensor  # (n, n, u, u), sum over rows of the products of two channels' numbers
+    second: Tensor  # (n, n, u, u), sum over rows of the products of two channels' elements
     first: Tensor  # (n, u), sum over rows
-    floor: float  # added to the variances, so that channels that are zero have a logarithm
+    floor: float  # added to the variances, so that zero channels have a finite logarithm
 
     @classmethod
     def of(cls, weight: Tensor, channels: int, floor: float = 1e-6) -> Child:
-        """For a weight of (rows, n, u): n channels of u numbers each, tiles of `channels` of them."""
+        """For a weight of (rows, n, u): n channels of u elements each, in tiles of `channels` channels."""
         rows, count, unit = weight.shape
         flat = weight.detach().double().flatten(1)
         if not bool(flat.isfinite().all()):
-            raise WeightError("a weight has NaN or infinity, so no order of its channels is best")
+            raise WeightError("a weight has NaN or infinity, so its channels cannot be ordered")
         gram = (flat.T @ flat).reshape(count, unit, count, unit).transpose(1, 2).contiguous()
         power = float(flat.square().mean()) or 1.0
         return cls(channels, rows, gram, flat.sum(0).reshape(count, unit), floor * power)
@@ -52,11 +52,11 @@ class Child:
         return self.rows * len(self.first) // self.channels
 
     def sums(self, order: Tensor) -> Tensor:
-        """First moments in the last row, second ones above it, of all tiles: (d + 1, d)."""
+        """Moments summed over all tiles, second ones above the first in the last row: (d + 1, d)."""
         return self._moments(order.reshape(-1, self.channels)).sum(0)
 
     def changes(self, order: Tensor, swaps: Tensor) -> Tensor:
-        """What each of k swaps of two places, (k, 2), adds to `sums`: (k, d + 1, d)."""
+        """How each of k swaps of two positions, (k, 2), changes `sums`: (k, d + 1, d)."""
         buckets = swaps // self.channels
         places = buckets[..., None] * self.channels + torch.arange(self.channels, device=order.device)
         old = order[places]  # (k, 2, channels)
@@ -67,7 +67,7 @@ class Child:
         return change[:, 0] + apart[:, None, None] * change[:, 1]
 
     def log_det(self, sums: Tensor) -> Tensor:
-        """Number of tiles times the log determinant of their covariance, for each of the sums."""
+        """Number of tiles times the log determinant of their covariance, for each element of `sums`."""
         mean = sums[..., -1, :] / self.tiles
         covariance = sums[..., :-1, :] / self.tiles - mean[..., :, None] * mean[..., None, :]
         ridge = self.floor * torch.eye(self.tile, dtype=sums.dtype, device=sums.device)
@@ -84,7 +84,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The best order found: log det a number of the weights, in nats, before, after, and as it fell."""
+    """The best order found, with log det per element in nats: before, after, and after each step."""
 
     order: Tensor
     before: float
@@ -93,14 +93,14 @@ class Order:
 
 
 def search_order(children: list[Child], iterations: int, generator: torch.Generator) -> Order:
-    """Starts from the channels as they are or by variance, whichever is better; then swaps pairs.
+    """Starts from the given order or from the order by variance, whichever is better; then swaps pairs.
 
-    An iteration draws pairs of places, and makes as many of the swaps that each help alone, best first and
-    no two in one bucket, as help most together. The objective therefore never rises.
+    Each iteration draws random pairs, keeps the swaps that help on their own, best first and at most one per
+    bucket, and makes the leading ones that help most together. The objective therefore never rises.
     """
-    numbers = sum(child.tiles * child.tile for child in children)
-    natural = torch.arange(len(children[0].first), device=children[0].first.device)
-    starts = [natural, _by_variance(children)]
+    elements = sum(child.tiles * child.tile for child in children)
+    unchanged = torch.arange(len(children[0].first), device=children[0].first.device)
+    starts = [unchanged, _by_variance(children)]
     objectives = [_objective(children, [child.sums(start) for child in children]).item() for start in starts]
     order = starts[objectives[1] < objectives[0]].clone()
     sums = [child.sums(order) for child in children]
@@ -123,7 +123,9 @@ def search_order(children: list[Child], iterations: int, generator: torch.Genera
             order[made] = order[made.flip(1)]
             history.append(objective[last].item())
     after = _objective(children, [child.sums(order) for child in children]).item()
-    return Order(order, objectives[0] / numbers, after / numbers, tuple(each / numbers for each in history))
+    return Order(
+        order, objectives[0] / elements, after / elements, tuple(each / elements for each in history)
+    )
 
 
 def _objective(children: list[Child], sums: list[Tensor]) -> Tensor:
@@ -131,10 +133,10 @@ def _objective(children: list[Child], sums: list[Tensor]) -> Tensor:
 
 
 def _by_variance(children: list[Child]) -> Tensor:
-    """The channels of most energy in the first place of the tiles, those of next most in the second, and so on.
+    """Channels with the most energy at the first position of the tiles, the next ones at the second, and so on.
 
-    The sum of the variances of a tile's places is given; their product, a bound on the determinant, is least
-    where they are as unequal as can be.
+    The sum of the variances over a tile's positions is fixed; their product, which bounds the determinant, is
+    least where they are most unequal.
     """
     energy = sum(
         child.tiles * child.tile * each / each.sum().clamp_min(1e-30)
@@ -147,7 +149,7 @@ def _by_variance(children: list[Child]) -> Tensor:
 
 
 def _disjoint(swaps: Tensor, found: Tensor, best: float, bucket: int) -> list[int]:
-    """The swaps that each help, best first, without those that share a bucket with one before them."""
+    """The swaps that help on their own, best first, without those that share a bucket with an earlier one."""
     taken: set[int] = set()
     chosen = []
     buckets = (swaps // bucket).tolist()

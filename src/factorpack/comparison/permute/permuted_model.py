@@ -1,4 +1,4 @@
-"""A model with its channels in another order: the same function, the same names and shapes."""
+"""Reorders a model's channels: the same function, the same names and shapes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from factorpack.comparison.permute.order_search import Child, search_order
 from factorpack.errors import PlanError, WeightError
 
 TileOf = Callable[[str, tuple[int, ...]], int]
-"""Name and shape of a weight -> numbers in one of its tiles; 0 where it is not cut into tiles."""
-MOST_CHANGE = 1e-2
-"""Relative difference of the answers beyond which something must have been permuted wrongly."""
+"""Name and shape of a weight -> elements per tile; 0 if it is not cut into tiles."""
+MAX_CHANGE = 1e-2
+"""Relative difference of the outputs beyond which the permutation must be wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """A group that was permuted, and what its search found: log det a number, in nats, lower is better.
+    """A permuted group and its objective before and after: log det per element, in nats, lower is better.
 
-    `children` are the weights it was searched for. `uncounted` have the group along their tiles too, but no
-    tile of theirs holds several whole channels, or those do not divide the group.
+    `children` are the weights it was optimised for. The tiles of `uncounted` weights run along the group too,
+    but do not hold several whole channels, or hold a number that does not divide the group.
     """
 
     group: Group
@@ -40,7 +40,7 @@ class Searched:
 
 @dataclass(frozen=True, slots=True)
 class Permuted:
-    """What was permuted, which groups stayed as they were and why, and how far the answers moved."""
+    """What was permuted, which groups were left alone and why, and how much the outputs changed."""
 
     searched: tuple[Searched, ...]
     left: tuple[tuple[Group, str], ...]
@@ -48,7 +48,7 @@ class Permuted:
 
 
 def tile_of_kernels(_name: str, shape: tuple[int, ...]) -> int:
-    """Tiles of 8 numbers of a linear layer or 1x1 convolution, of two kernels of any other convolution."""
+    """Tiles of 8 elements for a linear layer or 1x1 convolution, of two kernels for any other convolution."""
     kernel = torch.Size(shape[2:]).numel()
     return 8 if kernel == 1 else 2 * kernel
 
@@ -61,15 +61,15 @@ def permute_model(
     iterations: int = 1000,
     seed: int = 0,
 ) -> tuple[nn.Module, Permuted]:
-    """A copy of the model whose weights fall into tiles that are easier to quantize, and a report.
+    """Returns a copy of the model whose tiles are easier to quantize, and a report.
 
     Only values change: names and shapes stay, so a file packed from the copy loads into the model's own
-    class. `example` is a batch of at least two inputs. A weight that reads n channels of u numbers each takes
-    (n u)^2 numbers of memory while its group is searched. After "Permute, Quantize, and Fine-tune" (Martinez
+    class. `example` is a batch of at least two inputs. A weight that reads n channels of u elements each needs
+    memory for (n u)^2 values while its group is searched. After "Permute, Quantize, and Fine-tune" (Martinez
     et al., 2021).
     """
     if iterations < 0:
-        raise PlanError(f"{iterations} iterations of a search, expected 0 or more")
+        raise PlanError(f"{iterations} search iterations, expected 0 or more")
     found = find_groups(model, example)
     state = model.state_dict()
     searched: list[Searched] = []
@@ -89,14 +89,14 @@ def permute_model(
 
 
 def reorder(model: nn.Module, orders: Iterable[tuple[Group, Tensor]]) -> None:
-    """Puts channel `order[i]` of each group in place i, in every tensor of the model that has the group."""
+    """Moves channel `order[i]` of each group to position i, in every tensor that has the group."""
     state = model.state_dict(keep_vars=True)
     with torch.no_grad():
         for group, order in orders:
             if group.frozen:
                 raise PlanError(f"the channels of {group.places[0].tensor!r} may not move: {group.frozen}")
             if not torch.equal(order.sort().values, torch.arange(group.size, device=order.device)):
-                raise PlanError(f"an order of {len(order)} numbers is none of {group.size} channels")
+                raise PlanError(f"the order of {len(order)} is not a permutation of {group.size} channels")
             for place in group.places:
                 tensor = state[place.tensor]
                 within = torch.arange(place.repeat, device=order.device)
@@ -105,7 +105,7 @@ def reorder(model: nn.Module, orders: Iterable[tuple[Group, Tensor]]) -> None:
 
 
 def _along(group: Group, state: dict[str, Tensor]) -> list[str]:
-    """The weights whose tiles, read in the order out, in, h, w, run along the group's channels."""
+    """Weights whose tiles, read in the order out, in, h, w, run along the group's channels."""
     return [
         place.tensor
         for place in group.places
@@ -114,10 +114,10 @@ def _along(group: Group, state: dict[str, Tensor]) -> list[str]:
 
 
 def _child(group: Group, name: str, weight: Tensor, tile_of: TileOf) -> Child | None:
-    """The weight as the search needs it, where each of its tiles holds several whole channels."""
+    """The weight in the form the search needs; None unless each tile holds several whole channels."""
     tile = tile_of(name, tuple(weight.shape))
     if tile < 0:
-        raise PlanError(f"tiles of {tile} numbers for {name!r}, expected 1 or more, or 0 for none")
+        raise PlanError(f"tiles of {tile} elements for {name!r}, expected 1 or more, or 0 for none")
     unit = weight[0].numel() // group.size
     channels, rest = divmod(tile, unit)
     if channels < 2 or rest or group.size % channels:
@@ -127,8 +127,8 @@ def _child(group: Group, name: str, weight: Tensor, tile_of: TileOf) -> Child | 
 
 def _change(model: nn.Module, permuted: nn.Module, example: Any) -> float:
     with evaluating(model), evaluating(permuted), torch.no_grad():
-        wanted, answer = (answer_of(forward(each, example)).values.double() for each in (model, permuted))
-    change = float((answer - wanted).norm() / wanted.norm().clamp_min(1e-30))
-    if not change <= MOST_CHANGE:
-        raise WeightError(f"the permuted model's answers differ by {change:.1e} of their size")
+        before, after = (answer_of(forward(each, example)).values.double() for each in (model, permuted))
+    change = float((after - before).norm() / before.norm().clamp_min(1e-30))
+    if not change <= MAX_CHANGE:
+        raise WeightError(f"the permuted model's outputs differ by {change:.1e} of their norm")
     return change
