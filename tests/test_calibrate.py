@@ -304,7 +304,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "no batches": ([], "the calibration data has no samples"),
     "an empty batch": (IMAGES[:0], "the calibration data has no samples"),
     "a number": (torch.tensor(1.0), "the calibration data has no samples"),
-    "a text": (["picture.jpg"], "a calibration batch is a str; expected a tensor, a pair"),
+    "a text": (
+        ["picture.jpg"],
+        r"a calibration batch is a str; expected a tensor, an \(inputs, labels\) pair",
+    ),
     "a text for the data": ("folder", "a calibration batch is a str"),
     "a lone dictionary": ({"images": IMAGES}, "a calibration batch is a str"),
     "an empty dictionary": ([{}], "a calibration batch is a dict"),
@@ -337,7 +340,7 @@ def test_activations_that_are_no_numbers(value: float) -> None:
     before = snapshot(net)
     images = IMAGES.clone()
     images[3, 1, 4, 4] = value
-    with pytest.raises(fp.SourceError, match="layer 'stem' sees or gives NaN or infinity"):
+    with pytest.raises(fp.SourceError, match="layer 'stem' has NaN or infinity in its input or output"):
         fp.compress(net, METHOD, layers=CHOSEN, calibration=images)
     assert snapshot(net) == before
 
@@ -490,12 +493,12 @@ def test_moments_are_of_what_a_layer_saw_and_not_of_what_became_of_it() -> None:
 
 def test_many_positions_are_drawn_from_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough of all batches together, and never fewer than sixteen an input of the layer."""
-    monkeypatch.setitem(Calibration._rows.__globals__, "MOST_ROWS", 100)
+    monkeypatch.setitem(Calibration._rows_per_batch.__globals__, "ENOUGH_ROWS", 100)
     net = Net().eval()
     calibration = calibrate(net, IMAGES.split(2))
-    assert calibration._rows(net, "stem") == 16 * 27 / 4
-    monkeypatch.setitem(Calibration._rows.__globals__, "MOST_ROWS", 1000)
-    assert calibration._rows(net, "stem") == 1000 / 4
+    assert calibration._rows_per_batch(net, "stem") == 16 * 27 / 4
+    monkeypatch.setitem(Calibration._rows_per_batch.__globals__, "ENOUGH_ROWS", 1000)
+    assert calibration._rows_per_batch(net, "stem") == 1000 / 4
 
 
 @pytest.mark.parametrize("names", [["used", "unused"], ["unused"]], ids=str)
@@ -519,7 +522,7 @@ def test_inputs_that_are_no_numbers_have_no_moments() -> None:
     net = Net().eval()
     images = IMAGES.clone()
     images[0, 0, 0, 0] = math.nan
-    with pytest.raises(fp.SourceError, match="layer 'stem' sees or gives NaN or infinity"):
+    with pytest.raises(fp.SourceError, match="layer 'stem' has NaN or infinity in its input or output"):
         calibrate(net, images).moments(["stem"], net)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import factorpack as fp
 from factorpack.errors import SourceError
 from factorpack.record import DTYPES
-from factorpack.source import natural, open_source
+from factorpack.source import natural_key, open_source
 from tests.helpers import assert_same_tensor, seeded
 
 STATE = {
@@ -209,7 +209,7 @@ class TestMemory:
         "tensor", [torch.empty(3, device="meta"), torch.eye(3).to_sparse()], ids=["meta", "sparse"]
     )
     def test_tensors_without_plain_values(self, tensor: Tensor) -> None:
-        with pytest.raises(SourceError, match="tensor 'a' has no plain values to read"):
+        with pytest.raises(SourceError, match="tensor 'a' has no dense values to read"):
             open_source({"a": tensor})
 
 
@@ -233,7 +233,7 @@ class TestNoCheckpoint:
     def test_a_packed_file(self, tmp_path: Path) -> None:
         path = tmp_path / "a.packed.safetensors"
         fp.save(fp.compress(STATE, fp.Scalar(4)), path)
-        with pytest.raises(SourceError, match="is a packed file already: decode it first"):
+        with pytest.raises(SourceError, match="is already a packed file: decode it first"):
             open_source(path)
 
     @pytest.mark.parametrize("content", [b"", b"\x00" * 8, b"\xff" * 100, b"hello, this is no checkpoint"])
@@ -276,9 +276,9 @@ class TestNoCheckpoint:
 
 @given(st.integers(0, 2000), st.integers(0, 2000))
 def test_numbers_in_names_sort_as_numbers(one: int, other: int) -> None:
-    assert (natural(f"layer{one}.b") < natural(f"layer{other}.b")) == (one < other)
+    assert (natural_key(f"layer{one}.b") < natural_key(f"layer{other}.b")) == (one < other)
 
 
 @pytest.mark.parametrize("name", ["", "1", "a1b22", "layer²", "²", "٣", "ab.0.10"])
 def test_any_name_has_a_place_in_it(name: str) -> None:
-    assert sorted(["a", name], key=natural)
+    assert sorted(["a", name], key=natural_key)

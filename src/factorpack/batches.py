@@ -1,4 +1,4 @@
-"""Batches of inputs in any of the accepted forms, and running a model on them."""
+"""Batches in any of the accepted forms, and running a model on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from factorpack.errors import SourceError
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the block, and each module's own mode again after it."""
+    """Evaluation mode inside the block; each module's own mode is restored after it."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -33,7 +33,7 @@ def forward(model: nn.Module, batch: Any) -> Any:
 
 
 def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
-    """What a model is called with for a batch: arguments by place and by name, on its device."""
+    """Positional and keyword arguments to call a model with for a batch, on its device."""
     device = device_of(model)
     inputs = inputs_of(batch)
     if not isinstance(inputs, Mapping):
@@ -43,28 +43,28 @@ def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[st
 
 
 def _takes_a_dictionary(model: nn.Module, named: Mapping[str, Tensor]) -> bool:
-    """Whether a forward's first argument is needed and none of the names: it takes them as one dictionary."""
+    """Whether a forward takes the whole dictionary: its first argument is required and not among the names."""
     first = next(iter(inspect.signature(model.forward).parameters.values()), None)
-    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if first is None or first.kind not in places or first.default is not first.empty:
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if first is None or first.kind not in positional or first.default is not first.empty:
         return False
     return first.name not in named
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model's tensors are; one that runs on codes may have buffers alone."""
+    """The device of a model's tensors; a model that runs on codes may have only buffers."""
     tensors = chain(model.parameters(), model.buffers())
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def mask_of(batch: Any) -> Tensor | None:
-    """Which tokens of a batch of texts are real, (samples, tokens); None where the batch does not say."""
+    """Which tokens of a text batch are not padding, (samples, tokens); None if the batch has no such mask."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
 def inputs_of(batch: Any) -> Any:
-    """What a batch feeds a model: a tensor, or a dictionary of them; labels are left out."""
+    """A batch's inputs: a tensor or a dictionary of tensors, without the labels."""
     if isinstance(batch, list | tuple) and batch and isinstance(batch[0], Tensor | Mapping):
         batch = batch[0]
     if isinstance(batch, Tensor):
@@ -72,13 +72,13 @@ def inputs_of(batch: Any) -> Any:
     if isinstance(batch, Mapping) and batch and all(isinstance(value, Tensor) for value in batch.values()):
         return batch
     raise SourceError(
-        f"a calibration batch is a {type(batch).__name__}; expected a tensor, a pair whose first is one, "
-        "or a dictionary of them"
+        f"a calibration batch is a {type(batch).__name__}; expected a tensor, an (inputs, labels) pair, "
+        "or a dictionary of tensors"
     )
 
 
 def batch_size(batch: Any) -> int:
-    """Samples in a batch of any of the accepted forms."""
+    """Number of samples in a batch."""
     inputs = inputs_of(batch)
     first = inputs if isinstance(inputs, Tensor) else next(iter(inputs.values()))
     return len(first) if first.dim() else 0

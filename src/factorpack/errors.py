@@ -1,4 +1,4 @@
-"""What can go wrong, in five words a caller can catch."""
+"""The errors that factorpack raises."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from contextlib import contextmanager
 
 
 class FactorpackError(Exception):
-    """Base of every error factorpack raises on purpose."""
+    """Base class of every error that factorpack raises on purpose."""
 
 
 class PlanError(FactorpackError):
-    """A setting is impossible: what was asked for and what is allowed are in the message."""
+    """A setting is impossible; the message says what was requested and what is allowed."""
 
 
 class WeightError(FactorpackError):
-    """The weights themselves cannot be encoded (NaN, Inf, an unsupported type)."""
+    """The weights cannot be encoded (NaN, infinity, an unsupported dtype)."""
 
 
 class SourceError(FactorpackError):
-    """A checkpoint or model cannot be read as one, or does not fit the packed file."""
+    """A checkpoint or model cannot be read, or does not match the packed file."""
 
 
 class FormatError(FactorpackError):
@@ -27,12 +27,12 @@ class FormatError(FactorpackError):
 
 
 class EngineError(FactorpackError):
-    """Work that was handed out did not come back: a worker died too often, or there is none."""
+    """Work did not finish in another process: a worker died too often, or none could start."""
 
 
 @contextmanager
 def while_compressing(name: str) -> Iterator[None]:
-    """Errors inside say which tensor it was."""
+    """Adds the tensor's name to errors raised inside the block."""
     try:
         yield
     except FactorpackError as error:

@@ -1,4 +1,4 @@
-"""A progress bar on standard error: what, how fast, how long; nothing where no person is watching."""
+"""A progress bar on standard error, shown only on a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """Counts weights, or whatever `unit` says. Silent unless `shown` and standard error is a terminal."""
+    """Counts weights, or other units. Silent unless `shown` is set and standard error is a terminal."""
 
     def __init__(self, verb: str, total: int, shown: bool = True, unit: str = "M weights") -> None:
         self._verb = verb

@@ -1,4 +1,4 @@
-"""Checkpoints and models as one thing: named tensors that load one by one, and what is known of them."""
+"""One interface to checkpoints and models: named tensors that load one at a time."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _INDEXES = (
     "pytorch_model.bin.index.json",
 )
 _SINGLES = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
-"""What transformers and diffusers call the weights in their folders."""
+"""Names of the weights in transformers and diffusers folders."""
 LARGEST_CONFIG = 1 << 24
 HEAD_BYTES = 1 << 20
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 HEADS = {"fc", "classifier", "head", "heads", "lm_head", "score"}
-"""Parts of names that heads go by."""
+"""Common names of output heads, as parts of tensor names."""
 _SAFETENSORS_DTYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
 
 
@@ -50,7 +50,7 @@ class Entry:
     dtype: torch.dtype
     load: Callable[[], Tensor]
     file: Path | None = None
-    """The file it stands in, if it does."""
+    """The file that holds it, if one does."""
 
     @property
     def numel(self) -> int:
@@ -59,7 +59,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Named tensors. `transposed_groups` is known from a model only: a file does not say it."""
+    """Named tensors. Only a model tells `transposed_groups`: files do not store it."""
 
     entries: Mapping[str, Entry]
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Source:
 
 
 def open_source(source: Checkpoint) -> Source:
-    """A model, a state dict, or a path: `.safetensors`, `.pt/.pth/.bin`, a Hugging Face folder or index."""
+    """Opens a model, a state dict, or a path: `.safetensors`, `.pt/.pth/.bin`, a Hugging Face folder or index."""
     if isinstance(source, nn.Module):
         groups = {
             weight_of(name): module.groups
@@ -82,7 +82,7 @@ def open_source(source: Checkpoint) -> Source:
 
 
 def model_from(reference: str) -> nn.Module:
-    """The model that `module:callable` makes, as in `torchvision.models:resnet18`; this runs its code."""
+    """The model that `module:callable` builds, as in `torchvision.models:resnet18`; this runs its code."""
     module_name, _, attribute = reference.partition(":")
     if not module_name or not attribute:
         raise SourceError(f"{reference!r} does not name a model, expected module:callable")
@@ -95,21 +95,21 @@ def model_from(reference: str) -> nn.Module:
     except (ImportError, AttributeError) as error:
         raise SourceError(f"there is no {reference!r}: {error}") from error
     except Exception as error:  # the caller's own code may raise anything
-        raise SourceError(f"{reference!r} makes no model: {type(error).__name__}: {error}") from error
+        raise SourceError(f"{reference!r} fails to build a model: {type(error).__name__}: {error}") from error
     finally:
         sys.path.pop(0)
     if not isinstance(model, nn.Module):
-        raise SourceError(f"{reference!r} gives a {type(model).__name__}, expected a torch module")
+        raise SourceError(f"{reference!r} returns a {type(model).__name__}, expected a torch module")
     return model
 
 
-def natural(name: str) -> list[tuple[int, int, str]]:
-    """Sorts `layer10` behind `layer9`."""
+def natural_key(name: str) -> list[tuple[int, int, str]]:
+    """A sort key that puts `layer10` after `layer9`."""
     return [(1, int(word), "") if word.isdecimal() else (0, 0, word) for word in re.split(r"(\d+)", name)]
 
 
-def file_mark(path: Path) -> str:
-    """Tells a file from what stood there before, without reading all of it: place, size, time and head."""
+def file_fingerprint(path: Path) -> str:
+    """Detects a changed file without reading all of it: path, size, time and a hash of its beginning."""
     found = path.stat()
     with path.open("rb") as file:
         head = hashlib.sha256(file.read(HEAD_BYTES)).hexdigest()
@@ -124,12 +124,12 @@ def _from_state_dict(state: Mapping[str, Any], file: Path | None = None) -> Sour
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise SourceError(f"entry {name!r} is a {type(value).__name__}, expected a tensor under a name")
         if value.is_meta or value.layout != torch.strided:
-            raise SourceError(f"tensor {name!r} has no plain values to read: {value.device}, {value.layout}")
+            raise SourceError(f"tensor {name!r} has no dense values to read: {value.device}, {value.layout}")
         first = seen.setdefault(_identity(value), name) if value.numel() else name
         if first != name:
             aliases[name] = first
         else:
-            entries[name] = Entry(tuple(value.shape), value.dtype, _constant(value.detach()), file)
+            entries[name] = Entry(tuple(value.shape), value.dtype, _return_always(value.detach()), file)
     return Source(entries, aliases)
 
 
@@ -137,7 +137,7 @@ def _identity(value: Tensor) -> tuple[object, ...]:
     return value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
 
 
-def _constant(value: Tensor) -> Callable[[], Tensor]:
+def _return_always(value: Tensor) -> Callable[[], Tensor]:
     return lambda: value
 
 
@@ -161,27 +161,27 @@ def _open_folder(folder: Path) -> Source:
         if (folder / name).is_file():
             check_inside(folder, folder / name)
             opened = _open_path(folder / name)
-            return _tied_once(opened) if _says_tied(folder / "config.json") else opened
+            return _merge_tied_heads(opened) if _has_tied_head(folder / "config.json") else opened
     raise SourceError(f"the folder {folder} holds none of {', '.join((*_INDEXES, *_SINGLES))}")
 
 
 def check_inside(folder: Path, path: Path) -> None:
-    """Raises SourceError where a link leads out of a folder; a hub's cache keeps its files in blobs/ beside it."""
-    whole, found = folder.resolve(), path.resolve()
-    homes = [whole]
-    if whole.parent.name == "snapshots":
-        homes.append(whole.parents[1] / "blobs")
-    if not any(found.is_relative_to(home) for home in homes):
-        raise SourceError(f"{path} is a link to {found}, expected a file inside {folder}")
+    """Raises SourceError if a link leads out of a folder; a hub cache keeps its files in blobs/ beside it."""
+    root, target = folder.resolve(), path.resolve()
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parents[1] / "blobs")
+    if not any(target.is_relative_to(parent) for parent in allowed):
+        raise SourceError(f"{path} is a link to {target}, expected a file inside {folder}")
 
 
-def _says_tied(config: Path) -> bool:
-    """Whether a folder's config says that its model's head is its table of words."""
+def _has_tied_head(config: Path) -> bool:
+    """Whether a folder's config ties the model's head to its embedding."""
     return config.is_file() and read_config(config).get("tie_word_embeddings") is True
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """The table in a model folder's config."""
+    """Reads a model folder's config."""
     check_inside(file.parent, file)
     if file.stat().st_size > LARGEST_CONFIG:
         raise SourceError(f"{file} has {file.stat().st_size} bytes, allowed are {LARGEST_CONFIG}")
@@ -190,22 +190,21 @@ def read_config(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise SourceError(f"{file} holds a {type(config).__name__}, expected a table")
+        raise SourceError(f"{file} holds a {type(config).__name__}, expected a JSON object")
     return config
 
 
-def _tied_once(source: Source) -> Source:
-    """Heads that a checkpoint holds beside the table they are tied to, number for number: once, under both names."""
+def _merge_tied_heads(source: Source) -> Source:
+    """Makes a head an alias of the embedding it is tied to, where a checkpoint holds identical copies of both."""
     entries, aliases = dict(source.entries), dict(source.aliases)
     for name in [name for name in entries if HEADS & set(name.split("."))]:
         head = entries[name]
-        for table, entry in list(entries.items()):
-            like = (entry.shape, entry.dtype) == (head.shape, head.dtype) and len(entry.shape) == 2
-            if table != name and like and torch.equal(entry.load(), head.load()):
+        for embedding, entry in list(entries.items()):
+            alike = (entry.shape, entry.dtype) == (head.shape, head.dtype) and len(entry.shape) == 2
+            if embedding != name and alike and torch.equal(entry.load(), head.load()):
                 del entries[name]
-                aliases |= {alias: table for alias, target in aliases.items() if target == name} | {
-                    name: table
-                }
+                moved = {alias: embedding for alias, target in aliases.items() if target == name}
+                aliases |= moved | {name: embedding}
                 break
     return Source(entries, aliases)
 
@@ -235,7 +234,7 @@ def _open_index(path: Path) -> Source:
 
 
 def _is_shard(name: object) -> bool:
-    """A file name and nothing else: no folder, no way up, no other index that could name this one."""
+    """Only a plain file name: no folder, no `..`, no other index that could name this one."""
     return isinstance(name, str) and Path(name).name == name and Path(name).suffix in SHARDS
 
 
@@ -243,21 +242,21 @@ def _safetensors_entries(path: Path) -> Iterator[tuple[str, Entry]]:
     try:
         with safe_open(path, framework="pt") as file:
             if METADATA_KEY in (file.metadata() or {}):
-                raise SourceError(f"{path} is a packed file already: decode it first")
-            for name in sorted(file.keys(), key=natural):
+                raise SourceError(f"{path} is already a packed file: decode it first")
+            for name in sorted(file.keys(), key=natural_key):
                 piece = file.get_slice(name)
                 kind = piece.get_dtype()
                 if kind not in _SAFETENSORS_DTYPES:
                     raise SourceError(f"tensor {name!r} of {path} has the unknown type {kind}")
                 shape, dtype = tuple(piece.get_shape()), _SAFETENSORS_DTYPES[kind]
-                yield name, Entry(shape, dtype, _lazy(path, name), path)
+                yield name, Entry(shape, dtype, _lazy_load(path, name), path)
     except (SafetensorError, OSError) as error:
         raise SourceError(f"{path} is not a whole safetensors file: {error}") from error
 
 
-def _lazy(path: Path, name: str) -> Callable[[], Tensor]:
+def _lazy_load(path: Path, name: str) -> Callable[[], Tensor]:
     def load() -> Tensor:
-        # Opened anew each time: a mapped file that stays open keeps every page it has read resident.
+        # Reopened for each tensor: a mapped file that stays open keeps every page it has read resident.
         with safe_open(path, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
@@ -266,10 +265,10 @@ def _lazy(path: Path, name: str) -> Callable[[], Tensor]:
 
 
 def _read_pickled(path: Path) -> Mapping[str, Any]:
-    """A torch checkpoint, read with `weights_only=True` and never otherwise."""
+    """Reads a torch checkpoint, always with `weights_only=True`."""
     try:
         loaded = _torch_load(path)
-    except Exception as error:  # a damaged pickle trips torch's restricted reader in a dozen ways
+    except Exception as error:  # a damaged pickle fails in torch's restricted reader in a dozen ways
         # Only the first sentence: torch goes on to recommend loading it unsafely.
         reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
         raise SourceError(

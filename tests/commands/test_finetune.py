@@ -158,7 +158,7 @@ REFERENCES = {
     "tests.tune.small_net:": "does not name a model, expected module:callable",
     "no_such_module:build": "there is no 'no_such_module:build'",
     "tests.tune.small_net:missing": "there is no 'tests.tune.small_net:missing'",
-    "tests.tune.small_net:WORDS": "gives a str, expected a torch module",
+    "tests.tune.small_net:WORDS": "returns a str, expected a torch module",
 }
 
 

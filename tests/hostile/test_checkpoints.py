@@ -177,7 +177,7 @@ def test_vectors_of_anything_are_kept(tmp_path: Path):
 
 
 def test_a_packed_file_is_no_checkpoint():
-    with pytest.raises(SourceError, match="is a packed file already"):
+    with pytest.raises(SourceError, match="is already a packed file"):
         open_source(GOLDEN)
 
 

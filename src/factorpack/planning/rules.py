@@ -35,7 +35,7 @@ from factorpack.methods import (
     SecondOrder,
 )
 from factorpack.record import dtype_name
-from factorpack.source import HEADS, Entry, Source, natural
+from factorpack.source import HEADS, Entry, Source, natural_key
 
 CLASSIFIER = Scalar(bits=4)
 DEPTHWISE = Scalar(bits=8)
@@ -158,4 +158,4 @@ def classifier_of(source: Source) -> str | None:
     heads = [name for name in matrices if HEADS & set(name.split("."))]
     if not heads and first_convolution(source) is not None:
         heads = matrices
-    return max(heads, key=natural, default=None)
+    return max(heads, key=natural_key, default=None)
