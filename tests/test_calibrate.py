@@ -19,7 +19,7 @@ from factorpack.batches import evaluating
 from factorpack.calibrate import Calibration, calibrate
 from factorpack.decoding import decode
 from factorpack.record import LayerMoments, LayerSample
-from factorpack.solve.moments import unfolded
+from factorpack.solve.moments import unfold_inputs
 from factorpack.solve.projected import FactorProblem
 from tests.helpers import assert_close, assert_same_encoded, raw, seeded
 
@@ -426,8 +426,8 @@ def test_a_model_without_tensors_has_nothing_to_calibrate() -> None:
 def moments_by_hand(net: Net, name: str, inputs: Tensor, originals: Tensor | None = None) -> LayerMoments:
     """In float64, from all positions of one batch."""
     layer = net.get_submodule(name)
-    u = unfolded(layer, inputs.double())
-    v = u if originals is None else unfolded(layer, originals.double())
+    u = unfold_inputs(layer, inputs.double())
+    v = u if originals is None else unfold_inputs(layer, originals.double())
     cross = None if originals is None else v.transpose(1, 2) @ u / u.shape[1]
     return LayerMoments(u.transpose(1, 2) @ u / u.shape[1], u.mean(1), cross, v.mean(1))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from factorpack.batches import batch_size, evaluating, forward, inputs_of, mask_of
 from factorpack.errors import SourceError
 from factorpack.record import LayerMoments, LayerSample
-from factorpack.solve.moments import MomentsOf
+from factorpack.solve.moments import MomentAccumulator
 
 ENOUGH_ROWS = 1 << 17
 """Positions that suffice for the moments of a layer with few inputs."""
@@ -85,7 +85,7 @@ class Calibration:
         layer that runs several times counts each time.
         """
         gathered = {
-            name: MomentsOf(original.get_submodule(name), self._rows_per_batch(original, name))
+            name: MomentAccumulator(original.get_submodule(name), self._rows_per_batch(original, name))
             for name in layers
         }
         stop_early = len(layers) == 1 and layers[0] not in self._repeated

@@ -16,12 +16,12 @@ from factorpack.decoding import decode
 from factorpack.format.container import Reader
 from factorpack.format.streams import coded_bytes
 from factorpack.record import LayerMoments
-from factorpack.solve.moments import MomentsOf
+from factorpack.solve.moments import MomentAccumulator
 from tests.helpers import relative_error, seeded, write_packed
 
 
 def moments_of(layer: nn.Module, inputs: Tensor) -> LayerMoments:
-    running = MomentsOf(layer, 1 << 30)
+    running = MomentAccumulator(layer, 1 << 30)
     running.add(inputs)
     return running.result()
 

@@ -401,7 +401,7 @@ def test_layers_behind_a_chosen_one_see_what_it_became() -> None:
 
 
 class Aside(nn.Module):
-    """A layer that never runs, one whose inputs cannot be unfolded, and one in the usual way."""
+    """A layer that never runs, one whose inputs cannot be unfold_inputs, and one in the usual way."""
 
     def __init__(self) -> None:
         super().__init__()

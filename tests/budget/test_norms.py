@@ -23,7 +23,7 @@ from factorpack.budget.norms import (
 from factorpack.decoding import decode
 from factorpack.methods import Keep
 from factorpack.record import Encoded
-from factorpack.solve.moments import MomentsOf
+from factorpack.solve.moments import MomentAccumulator
 from tests.helpers import assert_close, assert_same_tensor, relative_error, seeded
 
 # -- which norm a layer goes into --------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_the_mean_output_is_the_original_s_again(case: str, with_norm: bool) -> 
             values.data.copy_(seeded(*values.shape, seed=index))
     original = seeded(*shape) + 1.0
     inputs = original + 0.3 * seeded(*shape, seed=1) + 0.2
-    running = MomentsOf(layer, 1 << 30)
+    running = MomentAccumulator(layer, 1 << 30)
     running.add(inputs, original)
     with torch.no_grad():
         wanted = per_channel(norm(layer(original)))
@@ -142,7 +142,7 @@ def test_behind_a_norm_outputs_have_the_spread_they_had(case: str) -> None:
     norm.running_var.copy_(seeded(len(weight), seed=1).abs() + 0.1)
     original = seeded(*shape) + 1.0
     inputs = 0.8 * original + 0.2
-    running = MomentsOf(layer, 1 << 30)
+    running = MomentAccumulator(layer, 1 << 30)
     running.add(inputs, original)
     with torch.no_grad():
         mean, deviation = per_channel(norm(layer(original))), spread(norm(layer(original)))
@@ -156,7 +156,7 @@ def test_behind_a_norm_outputs_have_the_spread_they_had(case: str) -> None:
 
 def test_a_channel_that_never_varied_keeps_its_norm() -> None:
     layer, norm = nn.Linear(4, 3, bias=False), nn.BatchNorm1d(3).eval()
-    running = MomentsOf(layer, 1 << 30)
+    running = MomentAccumulator(layer, 1 << 30)
     running.add(seeded(9, 4))
     weight = layer.weight.detach().clone()
     weight[1] = 0.0
@@ -167,7 +167,7 @@ def test_a_channel_that_never_varied_keeps_its_norm() -> None:
 
 def test_a_layer_with_neither_norm_nor_bias_stays_as_it_is() -> None:
     layer = nn.Linear(4, 3, bias=False)
-    running = MomentsOf(layer, 1 << 30)
+    running = MomentAccumulator(layer, 1 << 30)
     running.add(seeded(9, 4))
     weight = layer.weight.detach()
     assert not correct_outputs(layer, None, weight, weight + 1.0, running.result())

@@ -98,6 +98,6 @@ def test_a_file_keeps_the_path(states: int, tmp_path: Path) -> None:
 
 
 def test_codes_that_are_no_path_are_not_written(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="no path through a trellis of 8 states"):
+    with pytest.raises(FormatError, match="not a path through a trellis of 8 states"):
         write_packed(tmp_path / "file", {"w": encoded_of(np.ones((4, 4), np.int64), 8)})
     assert not list(tmp_path.iterdir())

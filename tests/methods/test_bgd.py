@@ -10,7 +10,7 @@ import factorpack as fp
 from factorpack.decoding import decode
 from factorpack.errors import PlanError
 from factorpack.record import Encoded, LayerMoments, LayerSample
-from factorpack.solve.moments import MomentsOf, unfolded
+from factorpack.solve.moments import MomentAccumulator, unfold_inputs
 from tests.helpers import assert_same_encoded, relative_error, seeded
 
 
@@ -25,7 +25,7 @@ def uneven(samples: int, channels: int, *rest: int) -> Tensor:
 
 
 def moments_of(layer: nn.Module, inputs: Tensor) -> LayerMoments:
-    running = MomentsOf(layer, 10**6)
+    running = MomentAccumulator(layer, 10**6)
     running.add(inputs)
     return running.result()
 
@@ -42,7 +42,7 @@ def output_error(layer: nn.Module, inputs: Tensor, encoded: Encoded) -> float:
     weight = layer.weight
     assert isinstance(weight, Tensor)
     groups = getattr(layer, "groups", 1)
-    seen = unfolded(layer, inputs)
+    seen = unfold_inputs(layer, inputs)
     both = [w.detach().reshape(groups, -1, seen.shape[2]) for w in (decode(encoded), weight)]
     found, expected = (seen @ w.transpose(1, 2) for w in both)
     return relative_error(found, expected)

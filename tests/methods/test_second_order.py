@@ -20,7 +20,7 @@ from factorpack.methods import METHODS, from_fields
 from factorpack.methods.protocol import rows_of
 from factorpack.quantize.uniform import fit_scale, storable
 from factorpack.record import Encoded, LayerMoments, LayerSample
-from factorpack.solve.moments import MomentsOf, unfolded
+from factorpack.solve.moments import MomentAccumulator, unfold_inputs
 from tests.helpers import assert_close, assert_same_encoded, assert_same_tensor, relative_error, seeded
 
 
@@ -33,14 +33,14 @@ def correlated(*shape: int, seed: int = 0) -> Tensor:
 
 
 def moments_of(layer: nn.Module, inputs: Tensor, original: Tensor | None = None) -> LayerMoments:
-    running = MomentsOf(layer, 1 << 30)
+    running = MomentAccumulator(layer, 1 << 30)
     running.add(inputs, original)
     return running.result()
 
 
 def output_error(layer: nn.Module, encoded: Encoded, inputs: Tensor) -> float:
     """Of the layer with the decoded weight, relative to its outputs without a bias."""
-    u = unfolded(layer, inputs)
+    u = unfold_inputs(layer, inputs)
     weight = layer.weight.detach()
     assert isinstance(weight, Tensor)
     split = (len(u), -1, u.shape[2])

@@ -66,9 +66,9 @@ def test_indices_come_back_from_levels(seed: int, states: int, segment: int, row
 
 @each_machine
 def test_levels_that_are_no_path(states: int) -> None:
-    with pytest.raises(FormatError, match=f"no path through a trellis of {states} states"):
+    with pytest.raises(FormatError, match=f"not a path through a trellis of {states} states"):
         indices_of(np.array([[1], [0]]), states, 16)  # every segment begins with an even level
-    with pytest.raises(FormatError, match="no path"):
+    with pytest.raises(FormatError, match="not a path"):
         indices_of(np.array([[0], [0], [0], [1]]), states, 16)
 
 

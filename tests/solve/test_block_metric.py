@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from factorpack.record import LayerMoments
 from factorpack.solve import kmeans as kmeans_module
-from factorpack.solve.block_metric import BlockProblem, block_problem, in_order
-from factorpack.solve.kmeans import improved, nearest
-from factorpack.solve.moments import MomentsOf
+from factorpack.solve.block_metric import BlockProblem, block_problem, restore_order
+from factorpack.solve.kmeans import lloyd_step, nearest
+from factorpack.solve.moments import MomentAccumulator
 from tests.helpers import assert_close, assert_same_tensor, seeded
 
 WIDE = torch.float64
@@ -49,7 +49,7 @@ def test_nearest_costs_least(scores: int, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_step_solves_the_normal_equations() -> None:
     posed, start = problem(), seeded(4, 3, dtype=WIDE, seed=2)
     indices, found = posed.nearest(start)
-    moved, before = posed.improved(start)
+    moved, before = posed.lloyd_step(start)
     assert_close(before, found.sum())
     for index in range(4):
         block, row = (indices == index).nonzero().unbind(1)
@@ -62,7 +62,7 @@ def test_the_cost_never_rises() -> None:
     posed = problem(rows=100)
     codewords, found = posed.points[:, :3].flatten(0, 1), []
     for _ in range(15):
-        codewords, cost = posed.improved(codewords)
+        codewords, cost = posed.lloyd_step(codewords)
         found.append(cost.item())
     assert all(after <= before * (1 + 1e-12) for before, after in pairwise(found))
     assert found[-1] < 0.9 * found[0]
@@ -71,7 +71,7 @@ def test_the_cost_never_rises() -> None:
 def test_codewords_nobody_wants_start_again() -> None:
     posed = problem()
     start = torch.cat([posed.points[0, :1], torch.full((2, 3), 1e6, dtype=WIDE)])
-    moved, _ = posed.improved(start)
+    moved, _ = posed.lloyd_step(start)
     _, found = posed.nearest(start)
     worst = posed.points.flatten(0, 1)[found.reshape(-1).topk(2).indices]
     assert_same_tensor(moved[1:], worst)
@@ -81,7 +81,7 @@ def test_in_the_metric_of_white_inputs_it_is_k_means() -> None:
     points, start = seeded(60, 4, dtype=WIDE), seeded(6, 4, dtype=WIDE, seed=1)
     posed = BlockProblem(points.reshape(3, 20, 4), torch.eye(4, dtype=WIDE).expand(3, 4, 4))
     assert torch.equal(posed.nearest(start)[0].reshape(-1), nearest(points, start)[0])
-    assert_close(posed.improved(start)[0], improved(points, start)[0])
+    assert_close(posed.lloyd_step(start)[0], lloyd_step(points, start)[0])
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -97,7 +97,9 @@ def test_the_cost_is_the_output_s_where_blocks_do_not_correlate(groups: int) -> 
     posed = block_problem(weight.reshape(-1, size), moments, shared=False, damping=1e-12)
     codewords = seeded(5, size, dtype=WIDE, seed=3)
     indices, found = posed.nearest(codewords)
-    error = (weight - codewords[in_order(indices, groups)].reshape(weight.shape)).reshape(groups, outputs, -1)
+    error = (weight - codewords[restore_order(indices, groups)].reshape(weight.shape)).reshape(
+        groups, outputs, -1
+    )
     expected = (inputs @ error.transpose(1, 2)).square().sum() / inputs.shape[1]
     level = moments.second.diagonal(dim1=1, dim2=2).mean()
     assert_close(found.sum() * level, expected, torch.float32)  # the damping is not quite nothing
@@ -116,15 +118,15 @@ def test_the_order_of_tiles_comes_back() -> None:
     points = torch.arange(2 * 5 * 4 * 3.0).reshape(-1, 3)
     posed = block_problem(points, moments_of(seeded(2, 50, 12)), shared=False, damping=0.1)
     assert posed.points.shape == (2 * 4, 5, 3)
-    assert torch.equal(in_order(posed.points[:, :, 0], 2), points[:, 0])
+    assert torch.equal(restore_order(posed.points[:, :, 0], 2), points[:, 0])
 
 
 def test_blocks_are_those_of_a_convolution_s_kernels() -> None:
-    """The moments of a plain convolution, unfolded: block i is the kernel of input channel i."""
+    """The moments of a plain convolution, unfold_inputs: block i is the kernel of input channel i."""
     layer = nn.Conv2d(4, 6, 3, bias=False).double()
     inputs = seeded(8, 4, 7, 7, dtype=WIDE)
     inputs[:, 2] = 0.0
-    running = MomentsOf(layer, 10**6)
+    running = MomentAccumulator(layer, 10**6)
     running.add(inputs)
     points = layer.weight.detach().reshape(-1, 9)
     posed = block_problem(points, running.result(), shared=False, damping=0.5)

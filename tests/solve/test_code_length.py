@@ -36,7 +36,7 @@ def bits_of(lengths: CodeLengths, codes: Tensor) -> Tensor:
 def test_at_no_price_rounding_is_to_nearest() -> None:
     values = laplacian(2, 30, 40, scale=3.0)
     lengths = priced(values, 0.0)
-    assert torch.equal(lengths.all(values), values.round())
+    assert torch.equal(lengths.round_all(values), values.round())
     for column in range(40):
         assert torch.equal(lengths(column, values[:, :, column]), values[:, :, column].round())
 
@@ -54,7 +54,7 @@ def test_the_choice_is_the_cheaper_of_the_two_candidates(seed: int, price: float
     inner = near - near.sign()
     cost_near = (values - near).square() + price * bits_of(lengths, near)
     cost_inner = (values - inner).square() + price * bits_of(lengths, inner)
-    found = lengths.all(values)
+    found = lengths.round_all(values)
     assert ((found == near) | (found == inner)).all()
     taken = torch.where(found == near, cost_near, cost_inner)
     torch.testing.assert_close(taken, torch.minimum(cost_near, cost_inner), rtol=1e-5, atol=1e-5)
@@ -65,7 +65,7 @@ def test_a_higher_price_never_makes_codes_larger(seed: int, low: float, more: fl
     values = laplacian(1, 12, 10, scale=2.0, seed=seed)
     lengths = priced(values, low)
     dearer = CodeLengths(lengths.table, lengths.row_class, lengths.column_class, lengths.price + more)
-    cheap, dear = lengths.all(values).abs(), dearer.all(values).abs()
+    cheap, dear = lengths.round_all(values).abs(), dearer.round_all(values).abs()
     assert (dear <= cheap).all()
     assert dear.count_nonzero() <= cheap.count_nonzero()
 
@@ -73,7 +73,8 @@ def test_a_higher_price_never_makes_codes_larger(seed: int, low: float, more: fl
 def test_a_higher_price_makes_fewer_nonzero_codes_when_lengths_follow() -> None:
     values = laplacian(1, 60, 60, scale=0.8)
     counts = [
-        int(priced(values, price).all(values).count_nonzero()) for price in (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
+        int(priced(values, price).round_all(values).count_nonzero())
+        for price in (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
     ]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] < 0.8 * counts[0]
@@ -83,7 +84,7 @@ def test_a_higher_price_makes_fewer_nonzero_codes_when_lengths_follow() -> None:
 def test_column_by_column_is_all_at_once(seed: int, price: float) -> None:
     values = laplacian(2, 9, 7, scale=4.0, seed=seed)
     lengths = priced(values, price)
-    whole = lengths.all(values)
+    whole = lengths.round_all(values)
     for column in range(7):
         assert torch.equal(lengths(column, values[:, :, column]), whole[:, :, column])
 
@@ -91,7 +92,7 @@ def test_column_by_column_is_all_at_once(seed: int, price: float) -> None:
 def test_column_by_column_is_all_at_once_for_wide_codes() -> None:
     values = 300.0 * seeded(1, 40, 20)
     lengths = priced(values, 2.0)
-    whole = lengths.all(values)
+    whole = lengths.round_all(values)
     assert (values.abs() > REACH).float().mean() > 0.5
     for column in range(20):
         assert torch.equal(lengths(column, values[:, :, column]), whole[:, :, column])
@@ -102,12 +103,12 @@ def test_beyond_reach_rounding_is_to_nearest(value: float, price: float) -> None
     rising = torch.arange(-REACH, REACH + 1, dtype=torch.float64).abs().expand(1, CLASSES, -1)
     lengths = CodeLengths(rising, torch.zeros(1, 1).long(), torch.zeros(1, 1).long(), price)
     values = torch.full((1, 1, 1), value, dtype=torch.float64)
-    assert torch.equal(lengths.all(values), values.round())
-    assert torch.equal(lengths.all(-values), -values.round())
+    assert torch.equal(lengths.round_all(values), values.round())
+    assert torch.equal(lengths.round_all(-values), -values.round())
 
 
 def test_a_class_trusts_its_own_counts() -> None:
-    """Codes that are all +1 or -1 take a bit, not what a Laplacian of their spread would give them."""
+    """Codes that are all +1 or -1 take one bit, not what a Laplacian of their mean magnitude would give."""
     values = seeded(1, 20, 20).sign()
     bits = priced(values, 0.0).table[0, CLASSES // 2, [REACH - 1, REACH, REACH + 1]]
     assert float(bits[[0, 2]].max()) < 1.1
@@ -115,7 +116,7 @@ def test_a_class_trusts_its_own_counts() -> None:
 
 
 def test_a_class_with_few_codes_leans_on_a_laplacian() -> None:
-    """Four numbers tell the spread, not that the codes between and beyond them never come."""
+    """Four values tell the mean magnitude, not that the codes between and beyond them never come."""
     bits = priced(torch.tensor([[[3.0, -3.0], [3.0, 3.0]]]), 0.0).table[
         0, CLASSES // 2, REACH - 4 : REACH + 5
     ]
@@ -126,16 +127,18 @@ def test_a_class_with_few_codes_leans_on_a_laplacian() -> None:
 def test_groups_are_priced_as_the_whole_is(groups: int) -> None:
     values = laplacian(3, 12, 8, scale=1.5)
     lengths = fit_lengths(values, 0.1)
-    expected = lengths.all(values)
+    expected = lengths.round_all(values)
     split = values.reshape(3 * groups, 12 // groups, 8)
-    assert torch.equal(lengths.by_group(groups).all(split), expected.reshape_as(split))
+    assert torch.equal(lengths.by_group(groups).round_all(split), expected.reshape_as(split))
 
 
 def test_batches_do_not_mix() -> None:
     values = torch.cat([laplacian(1, 20, 10, scale=0.3), laplacian(1, 20, 10, scale=5.0, seed=1)])
-    together = priced(values, 0.3).all(values)
+    together = priced(values, 0.3).round_all(values)
     for one in (0, 1):
-        assert torch.equal(together[one], priced(values[one : one + 1], 0.3).all(values[one : one + 1])[0])
+        assert torch.equal(
+            together[one], priced(values[one : one + 1], 0.3).round_all(values[one : one + 1])[0]
+        )
 
 
 def test_lengths_are_of_codes_that_can_be_told_apart() -> None:
@@ -175,4 +178,4 @@ def test_loud_rows_and_columns_have_classes_of_their_own() -> None:
 
 def test_zeros_stay_zeros() -> None:
     values = torch.zeros(2, 3, 4)
-    assert torch.equal(priced(values, 0.5).all(values), values)
+    assert torch.equal(priced(values, 0.5).round_all(values), values)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from factorpack.solve.factor import best_latent, principal_basis, truncated
+from factorpack.solve.factor import best_latent, principal_basis, truncated_svd
 from tests.helpers import assert_close, seeded, tolerance
 
 SHAPES = [(8, 8), (8, 40), (16, 300), (12, 5), (1, 7), (6, 1)]
@@ -132,7 +132,7 @@ def test_truncation_is_the_svd_s_with_singular_values_halved_between_both(
     matrix = scale * seeded(*shape, dtype=torch.float64)
     u, values, v = torch.linalg.svd(matrix, full_matrices=False)
     for rank in range(1, min(shape) + 1):
-        left, right = truncated(matrix, rank)
+        left, right = truncated_svd(matrix, rank)
         assert (left.shape, right.shape) == ((shape[0], rank), (rank, shape[1]))
         # The Gram matrix squares the gaps between singular values, by which its eigenvectors turn.
         assert_close(left @ right, u[:, :rank] * values[:rank] @ v[:rank], torch.float32)
@@ -141,6 +141,6 @@ def test_truncation_is_the_svd_s_with_singular_values_halved_between_both(
 
 
 def test_truncated_zeros_are_zeros() -> None:
-    left, right = truncated(torch.zeros(4, 6), 2)
+    left, right = truncated_svd(torch.zeros(4, 6), 2)
     assert not (left @ right).any()
     assert right.isfinite().all()

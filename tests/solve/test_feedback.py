@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from factorpack.solve import feedback
-from factorpack.solve.feedback import feedback_factor, nearest, ridge, round_with_feedback, taken_over
+from factorpack.solve.feedback import (
+    feedback_factor,
+    inherited_variance,
+    ridge,
+    round_to_nearest,
+    round_with_feedback,
+)
 from tests.helpers import assert_close, seeded
 
 
@@ -158,7 +164,7 @@ def test_uncorrelated_inputs_are_rounded_to_nearest() -> None:
     target = seeded(1, 6, 20, dtype=torch.float64)
     factor = feedback_factor(torch.eye(20, dtype=torch.float64)[None], 0.01)
     codes, error = round_with_feedback(target, factor, torch.tensor(0.3, dtype=torch.float64))
-    assert torch.equal(codes, nearest(0, target / 0.3))
+    assert torch.equal(codes, round_to_nearest(0, target / 0.3))
     torch.testing.assert_close(error, 1.01 * (target - 0.3 * codes).square().sum(-1))
 
 
@@ -209,4 +215,4 @@ def test_columns_take_over_the_errors_of_those_before_them() -> None:
 
     round_with_feedback(values, factor, torch.ones(1, 1), watched)
     found = (met - values).var(1)
-    torch.testing.assert_close(found, taken_over(factor) / 12, rtol=0.05, atol=1e-4)
+    torch.testing.assert_close(found, inherited_variance(factor) / 12, rtol=0.05, atol=1e-4)

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from factorpack.solve import kmeans as solver
-from factorpack.solve.kmeans import annealed_kmeans, improved, kmeans, nearest, reseeded, spread, totals
+from factorpack.solve.kmeans import (
+    annealed_kmeans,
+    kmeans,
+    kmeans_plus_plus,
+    lloyd_step,
+    nearest,
+    reseed_unused,
+    sums_by_index,
+)
 from tests.helpers import assert_close, assert_same_tensor, seeded
 
 
@@ -48,7 +56,7 @@ def test_totals_by_hand(rows: int, size: int, count: int, weighted: bool) -> Non
     points = seeded(rows, size, dtype=torch.float64)
     indices = torch.randint(count, (rows,), generator=generator())
     weights = seeded(rows, seed=2).abs() if weighted else None
-    sums, shares = totals(points, indices, count, weights)
+    sums, shares = sums_by_index(points, indices, count, weights)
     heavy = torch.ones(rows) if weights is None else weights
     for index in range(count):
         mine = indices == index
@@ -60,10 +68,10 @@ def test_totals_by_hand(rows: int, size: int, count: int, weighted: bool) -> Non
 def test_the_error_never_rises(weighted: bool) -> None:
     points = seeded(400, 4, dtype=torch.float64)
     weights = seeded(400, dtype=torch.float64, seed=3).square() if weighted else None
-    codewords = spread(points, 12, generator(), weights)
+    codewords = kmeans_plus_plus(points, 12, generator(), weights)
     errors = []
     for _ in range(15):
-        codewords, _, error = improved(points, codewords, weights)
+        codewords, _, error = lloyd_step(points, codewords, weights)
         errors.append(error.item())
     assert all(after <= before * (1 + 1e-12) for before, after in pairwise(errors))
     assert errors[-1] < 0.9 * errors[0]
@@ -71,9 +79,9 @@ def test_the_error_never_rises(weighted: bool) -> None:
 
 def test_at_a_fixed_point_codewords_are_weighted_means() -> None:
     points, weights = seeded(200, 3, dtype=torch.float64), seeded(200, seed=1).abs().double()
-    codewords = kmeans(points, spread(points, 6, generator(), weights), 200, weights)
+    codewords = kmeans(points, kmeans_plus_plus(points, 6, generator(), weights), 200, weights)
     for _ in range(100):
-        codewords, _, _ = improved(points, codewords, weights)
+        codewords, _, _ = lloyd_step(points, codewords, weights)
     indices, _ = nearest(points, codewords)
     for index in range(6):
         mine = indices == index
@@ -94,7 +102,7 @@ def test_far_clusters_are_found() -> None:
     centres = 1000 * seeded(16, 4, dtype=torch.float64)
     inner = seeded(16 * 50, 4, dtype=torch.float64, seed=1)
     points = centres.repeat_interleave(50, 0) + inner
-    codewords = kmeans(points, spread(points, 16, generator()), 10)
+    codewords = kmeans(points, kmeans_plus_plus(points, 16, generator()), 10)
     own = inner.reshape(16, 50, 4)
     expected = (own - own.mean(1, keepdim=True)).square().sum()
     # Distances are differences of squares a million times as large.
@@ -105,14 +113,14 @@ def test_a_start_is_of_points_that_have_a_weight() -> None:
     """However far the others lie."""
     points = torch.cat([seeded(30, 3), 100 * seeded(30, 3, seed=1)])
     weights = torch.cat([torch.ones(30), torch.zeros(30)])
-    start = spread(points, 12, generator(), weights)
+    start = kmeans_plus_plus(points, 12, generator(), weights)
     assert (start[:, None] == points[:30]).all(2).any(1).all()
     assert len({tuple(row) for row in start.tolist()}) == 12
 
 
 def test_points_as_few_as_codewords_are_codewords() -> None:
     points = seeded(9, 3)
-    codewords = kmeans(points, spread(points, 9, generator()), 5)
+    codewords = kmeans(points, kmeans_plus_plus(points, 9, generator()), 5)
     assert_same_tensor(codewords[nearest(points, codewords)[0]], points)
     assert len({tuple(row) for row in codewords.tolist()}) == 9
 
@@ -120,7 +128,7 @@ def test_points_as_few_as_codewords_are_codewords() -> None:
 def test_codewords_nobody_is_nearest_to_start_again_where_errors_are_largest() -> None:
     points = torch.tensor([[0.0], [0.1], [5.0], [9.0]])
     start = torch.tensor([[0.0], [100.0], [200.0]])
-    moved, shares, error = improved(points, start)
+    moved, shares, error = lloyd_step(points, start)
     assert shares.tolist() == [4, 0, 0]
     assert error.item() == pytest.approx(0.01 + 25 + 81)
     assert moved.tolist() == [[pytest.approx(14.1 / 4)], [9.0], [5.0]]
@@ -128,13 +136,13 @@ def test_codewords_nobody_is_nearest_to_start_again_where_errors_are_largest() -
 
 def test_more_codewords_than_points_can_start_again() -> None:
     points = seeded(2, 3)
-    moved = reseeded(torch.zeros(5, 3), torch.zeros(5), points, torch.tensor([1.0, 2.0]))
+    moved = reseed_unused(torch.zeros(5, 3), torch.zeros(5), points, torch.tensor([1.0, 2.0]))
     assert_same_tensor(moved, torch.cat([points.flip(0), torch.zeros(3, 3)]))
 
 
 def test_equal_points_are_no_trouble() -> None:
     points = torch.ones(50, 4)
-    codewords = kmeans(points, spread(points, 8, generator()), 5)
+    codewords = kmeans(points, kmeans_plus_plus(points, 8, generator()), 5)
     assert codewords.isfinite().all()
     assert nearest(points, codewords)[1].max() == 0
 
@@ -142,8 +150,8 @@ def test_equal_points_are_no_trouble() -> None:
 def test_the_same_seed_finds_the_same() -> None:
     points = seeded(3000, 4)
     for solve in (
-        lambda draw: kmeans(points, spread(points, 32, draw), 8),
-        lambda draw: annealed_kmeans(points, spread(points, 32, draw), 8, draw),
+        lambda draw: kmeans(points, kmeans_plus_plus(points, 32, draw), 8),
+        lambda draw: annealed_kmeans(points, kmeans_plus_plus(points, 32, draw), 8, draw),
     ):
         assert_same_tensor(solve(generator(4)), solve(generator(4)))
         assert not torch.equal(solve(generator(4)), solve(generator(5)))
@@ -151,10 +159,10 @@ def test_the_same_seed_finds_the_same() -> None:
 
 def test_without_heat_annealing_is_plain() -> None:
     points = seeded(300, 4, dtype=torch.float64)
-    start = spread(points, 10, generator())
+    start = kmeans_plus_plus(points, 10, generator())
     plain = start
     for _ in range(6):
-        plain, _, _ = improved(points, plain)
+        plain, _, _ = lloyd_step(points, plain)
     assert_same_tensor(annealed_kmeans(points, start, 6, generator(), heat=0.0), plain)
 
 
@@ -176,7 +184,7 @@ def test_annealing_ends_no_worse_on_average() -> None:
     plain, annealed = [], []
     for seed in range(8):
         points = seeded(600, 2, dtype=torch.float64, seed=seed)
-        start = spread(points, 24, generator(seed))
+        start = kmeans_plus_plus(points, 24, generator(seed))
         plain.append(nearest(points, kmeans(points, start, 60))[1].sum())
         warm = annealed_kmeans(points, start, 60, generator(seed))
         annealed.append(nearest(points, kmeans(points, warm, 30))[1].sum())

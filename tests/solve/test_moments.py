@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from factorpack.record import LayerMoments
-from factorpack.solve.moments import MomentsOf, has_moments, unfolded
+from factorpack.solve.moments import MomentAccumulator, has_moments, unfold_inputs
 from tests.helpers import assert_close, relative_error, seeded
 
 ALL = 1 << 30
@@ -48,7 +48,7 @@ def test_the_weight_times_the_unfolded_inputs_is_the_layer(case: str) -> None:
     layer, shape = CASES[case]
     layer = layer.double()
     inputs = seeded(*shape, dtype=torch.float64)
-    u = unfolded(layer, inputs)
+    u = unfold_inputs(layer, inputs)
     weight = layer.weight.detach()
     assert isinstance(weight, Tensor)
     groups = getattr(layer, "groups", 1)
@@ -68,8 +68,8 @@ def test_which_layers_have_moments() -> None:
 
 def expected_moments(layer: nn.Module, inputs: Tensor, original: Tensor | None = None) -> LayerMoments:
     """In float64, over every position."""
-    u = unfolded(layer, inputs.double())
-    v = u if original is None else unfolded(layer, original.double())
+    u = unfold_inputs(layer, inputs.double())
+    v = u if original is None else unfold_inputs(layer, original.double())
     count = u.shape[1]
     return LayerMoments(
         u.transpose(1, 2) @ u / count,
@@ -94,7 +94,7 @@ def test_moments_are_those_of_all_positions(case: str, with_original: bool) -> N
     layer, shape = CASES[case]
     inputs = seeded(*shape) + 0.5
     original = inputs + 0.3 * seeded(*shape, seed=1) if with_original else None
-    running = MomentsOf(layer, ALL)
+    running = MomentAccumulator(layer, ALL)
     running.add(inputs, original)
     assert_same_moments(running.result(), expected_moments(layer, inputs, original))
 
@@ -103,7 +103,7 @@ def test_moments_are_those_of_all_positions(case: str, with_original: bool) -> N
 def test_batch_by_batch_is_all_at_once(cuts: list[int], with_original: bool) -> None:
     layer = nn.Conv2d(4, 6, 3, padding=1, groups=2)
     inputs, original = seeded(10, 4, 5, 4), seeded(10, 4, 5, 4, seed=1)
-    running = MomentsOf(layer, ALL)
+    running = MomentAccumulator(layer, ALL)
     edges = [0, *sorted(cuts), 10]
     for start, stop in itertools.pairwise(edges):
         running.add(inputs[start:stop], original[start:stop] if with_original else None)
@@ -113,7 +113,7 @@ def test_batch_by_batch_is_all_at_once(cuts: list[int], with_original: bool) -> 
 
 def test_half_precision_inputs_are_summed_in_full() -> None:
     """300 squares of 100 overflow FP16."""
-    running = MomentsOf(nn.Linear(2, 2), ALL)
+    running = MomentAccumulator(nn.Linear(2, 2), ALL)
     running.add(torch.full((300, 2), 100.0, dtype=torch.float16))
     assert torch.equal(running.result().second, torch.full((1, 2, 2), 10_000.0))
 
@@ -122,7 +122,7 @@ def test_a_part_of_the_positions_is_close_to_all_of_them() -> None:
     """The error of a mean of m independent positions: 1/sqrt(m), and the estimate spreads better."""
     layer = nn.Conv2d(2, 3, 3, padding=1)
     inputs = seeded(16, 2, 24, 24)
-    running = MomentsOf(layer, 900)
+    running = MomentAccumulator(layer, 900)
     running.add(inputs, inputs + 1.0)
     found, expected = running.result(), expected_moments(layer, inputs, inputs + 1.0)
     assert running._rows == 900
@@ -144,14 +144,14 @@ def test_positions_are_drawn_from_everywhere(width: int) -> None:
     picture[:, 0] = torch.linspace(0, 1, width)[:, None]
     picture[:, 1] = torch.linspace(0, 1, width)[None]
     picture[:, 2] = torch.linspace(0, 1, samples)[:, None, None]
-    running = MomentsOf(layer, 400)
+    running = MomentAccumulator(layer, 400)
     running.add(picture)
     assert (running.result().mean - 0.5).abs().max() < 0.02
 
 
 def test_inputs_and_originals_are_drawn_at_the_same_positions() -> None:
     layer, inputs = nn.Conv2d(2, 3, 3), seeded(4, 2, 20, 20)
-    running = MomentsOf(layer, 50)
+    running = MomentAccumulator(layer, 50)
     running.add(inputs, inputs.clone())
     found = running.result()
     assert found.cross is not None
@@ -161,7 +161,7 @@ def test_inputs_and_originals_are_drawn_at_the_same_positions() -> None:
 
 def test_moments_about_the_mean() -> None:
     inputs, original = seeded(500, 3) + 2.0, seeded(500, 3, seed=1) - 1.0
-    running = MomentsOf(nn.Linear(3, 2), ALL)
+    running = MomentAccumulator(nn.Linear(3, 2), ALL)
     running.add(inputs, original)
     centred = running.result().centred()
     around, original_around = (x.double() - x.double().mean(0) for x in (inputs, original))
@@ -175,6 +175,6 @@ def test_moments_about_the_mean() -> None:
 
 
 def test_centring_without_originals() -> None:
-    running = MomentsOf(nn.Linear(3, 2), ALL)
+    running = MomentAccumulator(nn.Linear(3, 2), ALL)
     running.add(seeded(50, 3))
     assert running.result().centred().cross is None

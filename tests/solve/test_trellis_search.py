@@ -13,7 +13,7 @@ from torch import Tensor
 from factorpack.quantize.trellis import LONGEST, MEMORY, indices_of, machine, segment_rows
 from factorpack.solve.code_length import CLASSES, HIGH_RATE, fit_lengths
 from factorpack.solve.feedback import feedback_factor, round_with_feedback
-from factorpack.solve.layer_problem import Problem
+from factorpack.solve.layer_problem import LayerProblem
 from factorpack.solve.trellis_search import (
     FINE_STEP,
     MAGNITUDES,
@@ -92,7 +92,7 @@ def test_a_column_alone_and_all_at_once_are_paths_of_a_file(rows: int) -> None:
     """Of one cost: the two searches may break ties differently."""
     values = 2.0 * seeded(1, rows, 7)
     lengths = plain_lengths(rows, 7, 8)
-    whole = lengths.all(values)
+    whole = lengths.round_all(values)
     alone = torch.stack([lengths(column, values[:, :, column]) for column in range(7)], 2)
     torch.testing.assert_close(cost_of(whole, values, lengths), cost_of(alone, values, lengths))
 
@@ -109,7 +109,7 @@ def test_quiet_columns_have_even_levels() -> None:
     values = 2.0 * seeded(1, 40, 6)
     quiet = torch.tensor([[True, False, True, False, False, True]])
     lengths = replace(plain_lengths(40, 6, 8, price=0.0), quiet=quiet)
-    levels = lengths.all(values)
+    levels = lengths.round_all(values)
     assert torch.equal(levels[:, :, quiet[0]], 2 * (values[:, :, quiet[0]] / 2).round())
     assert (levels[:, :, ~quiet[0]] % 2 != 0).any(1).all()
 
@@ -130,7 +130,7 @@ def test_at_equal_error_a_gaussian_takes_fewer_bits(states: int) -> None:
     values = seeded(1, 512, 512)
     points = {}
     for step in (0.3, 0.4):
-        codes = fit_lengths(values / step).all(values / step)
+        codes = fit_lengths(values / step).round_all(values / step)
         points[step] = (entropy_of(codes.long()), float((codes * step - values).square().mean()))
     (fine, low), (coarse, high) = points[0.3], points[0.4]
     step = 0.35 * FINE_STEP
@@ -151,7 +151,7 @@ def test_it_pays_under_feedback_too(states: int) -> None:
     """Fewer bits at equal output error, half a bit being worth a factor of two; groups included."""
     inputs = seeded(2, 400, 24) @ (seeded(24, 24, seed=1) + 2 * torch.eye(24))
     factor = feedback_factor(inputs.transpose(1, 2) @ inputs / 400)
-    problem = Problem(seeded(2, 128, 24, seed=2), factor, None)
+    problem = LayerProblem(seeded(2, 128, 24, seed=2), factor, None)
     step = torch.tensor([0.4])
     codes, error = problem.round(step)
     levels, other = problem.round(step * FINE_STEP, trellis=states)
@@ -164,7 +164,7 @@ def test_it_pays_under_feedback_too(states: int) -> None:
     torch.testing.assert_close(other, output_error(problem, levels[0] * step * FINE_STEP), rtol=1e-3, atol=0)
 
 
-def output_error(problem: Problem, decoded: Tensor) -> Tensor:
+def output_error(problem: LayerProblem, decoded: Tensor) -> Tensor:
     """tr(E H E^T), the closed form that feedback sums up column by column."""
     assert problem.factor is not None
     second = torch.linalg.inv(problem.factor.transpose(1, 2).double() @ problem.factor.double())
@@ -173,7 +173,7 @@ def output_error(problem: Problem, decoded: Tensor) -> Tensor:
 
 
 def test_steps_do_not_know_of_each_other() -> None:
-    problem = Problem(seeded(1, 20, 8), feedback_factor(torch.eye(8)[None]), None)
+    problem = LayerProblem(seeded(1, 20, 8), feedback_factor(torch.eye(8)[None]), None)
     steps = torch.tensor([0.2, 0.5])
     both, errors = problem.round(steps, trellis=4)
     for number in (0, 1):

@@ -16,7 +16,7 @@ from factorpack.methods.second_order import as_encoded, stored_step
 from factorpack.quantize.trellis import SHORTEST
 from factorpack.record import Encoded, LayerMoments
 from factorpack.solve.code_length import HIGH_RATE
-from factorpack.solve.layer_problem import DAMPING, Problem, problem, tile_basis
+from factorpack.solve.layer_problem import DAMPING, LayerProblem, build_problem, tile_basis
 from factorpack.tiles import out_first_shape
 
 LARGE_TILES = (16, 256)
@@ -44,7 +44,7 @@ class Posed:
 
     weight: Tensor
     transposed_groups: int
-    problem: Problem
+    problem: LayerProblem
     sensitivity: float | None
     rounding: Rounding
 
@@ -100,7 +100,7 @@ def pose(
     """A weight in the basis of a given tile; 1 is none."""
     rows = rows_of(weight, transposed_groups)
     basis = tile_basis(rows, tile, moments) if tile > 1 else None
-    solved = problem(rows, moments, basis, rounding.damping)
+    solved = build_problem(rows, moments, basis, rounding.damping)
     return Posed(weight, transposed_groups, solved, sensitivity, rounding)
 
 

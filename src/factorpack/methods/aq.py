@@ -12,7 +12,7 @@ from factorpack.errors import PlanError
 from factorpack.methods.codeword_tiles import check_settings, cut, tile_of
 from factorpack.methods.protocol import check_type
 from factorpack.record import Encoded, LayerMoments, LayerSample
-from factorpack.solve.additive import additive, with_best_codes
+from factorpack.solve.additive import additive_quantize, update_codes
 
 MOST_CODEWORDS = 4096
 """Of all codebooks together: they are solved for at once."""
@@ -53,7 +53,7 @@ class AQ:
         if isinstance(tiles, Encoded):
             return tiles
         generator = torch.Generator().manual_seed(self.seed)
-        sums = additive(tiles.points, self.codebooks, tiles.count, self.iterations, generator)
+        sums = additive_quantize(tiles.points, self.codebooks, tiles.count, self.iterations, generator)
         stored = tiles.stored(sums.codebooks)
-        rounded = with_best_codes(replace(sums, codebooks=tiles.in_unit(stored)))
+        rounded = update_codes(replace(sums, codebooks=tiles.in_unit(stored)))
         return tiles.encoded(stored, rounded.indices)

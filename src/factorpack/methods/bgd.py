@@ -14,8 +14,8 @@ from factorpack.methods.codeword_tiles import Regime, Tiles, check_regime, check
 from factorpack.methods.protocol import check_type
 from factorpack.methods.vq import VQ
 from factorpack.record import Encoded, LayerMoments, LayerSample
-from factorpack.solve.block_metric import block_problem, in_order
-from factorpack.solve.kmeans import spread
+from factorpack.solve.block_metric import block_problem, restore_order
+from factorpack.solve.kmeans import kmeans_plus_plus
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class BGD:
         problem = block_problem(tiles.points, moments, self.gram == "shared", self.damping)
         points = problem.points.flatten(0, 1)
         energy = problem.metric.diagonal(dim1=1, dim2=2).mean(1).repeat_interleave(problem.points.shape[1])
-        start = spread(points, tiles.count, torch.Generator().manual_seed(self.seed), energy)
+        start = kmeans_plus_plus(points, tiles.count, torch.Generator().manual_seed(self.seed), energy)
         stored = tiles.stored(problem.solve(start, self.iterations))
         indices, _ = problem.nearest(tiles.in_unit(stored))
-        return tiles.encoded(stored[None], in_order(indices, len(moments.second))[None])
+        return tiles.encoded(stored[None], restore_order(indices, len(moments.second))[None])

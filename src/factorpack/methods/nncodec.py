@@ -13,7 +13,7 @@ from factorpack.methods.protocol import check_type, rows_of
 from factorpack.methods.second_order import encode_at
 from factorpack.record import Encoded, LayerMoments, LayerSample
 from factorpack.solve.code_length import HIGH_RATE
-from factorpack.solve.layer_problem import problem
+from factorpack.solve.layer_problem import build_problem
 
 QP_LIMIT = 500
 QP_STEPS = 4
@@ -62,7 +62,7 @@ class NNCodec:
         sample: LayerSample | LayerMoments | None = None,  # noqa: ARG002
     ) -> Encoded:
         rows = rows_of(weight, transposed_groups)
-        return encode_at(problem(rows, None), self._step(rows), weight, transposed_groups, self.price)
+        return encode_at(build_problem(rows, None), self._step(rows), weight, transposed_groups, self.price)
 
     def _step(self, rows: Tensor) -> float:
         if self.qp is not None:

@@ -13,7 +13,7 @@ from factorpack.errors import PlanError
 from factorpack.methods.codeword_tiles import Regime, check_regime, check_settings, cut, tile_of
 from factorpack.methods.protocol import check_type
 from factorpack.record import Encoded, LayerMoments, LayerSample
-from factorpack.solve.kmeans import annealed_kmeans, kmeans, spread
+from factorpack.solve.kmeans import annealed_kmeans, kmeans, kmeans_plus_plus
 
 SETTLING = 10
 """Steps without noise after the others."""
@@ -57,6 +57,6 @@ class PQF:
         if isinstance(tiles, Encoded):
             return tiles
         generator = torch.Generator().manual_seed(self.seed)
-        start = spread(tiles.points, tiles.count, generator)
+        start = kmeans_plus_plus(tiles.points, tiles.count, generator)
         annealed = annealed_kmeans(tiles.points, start, self.iterations, generator, self.heat, self.decay)
         return tiles.quantized(kmeans(tiles.points, annealed, SETTLING))

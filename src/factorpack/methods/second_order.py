@@ -24,7 +24,14 @@ from factorpack.quantize.uniform import (
 from factorpack.record import Encoded, LayerMoments, LayerSample
 from factorpack.solve.code_length import HIGH_RATE
 from factorpack.solve.feedback import round_with_feedback
-from factorpack.solve.layer_problem import CODEBOOK_BITS, DAMPING, Basis, Problem, problem, tile_basis
+from factorpack.solve.layer_problem import (
+    CODEBOOK_BITS,
+    DAMPING,
+    Basis,
+    LayerProblem,
+    build_problem,
+    tile_basis,
+)
 from factorpack.solve.trellis_search import FINE_STEP
 
 
@@ -91,7 +98,7 @@ class SecondOrder:
         assert self.step is not None
         tile = self.tile if rows.shape[1] % self.tile == 0 else 1
         basis = tile_basis(rows, tile, sample) if tile > 1 else None
-        posed = problem(rows, sample, basis, self.damping)
+        posed = build_problem(rows, sample, basis, self.damping)
         encoded = encode_at(posed, self.step, weight, transposed_groups, self.price)
         if self.trellis and len(rows) >= SHORTEST:
             path = encode_at(posed, self.step, weight, transposed_groups, self.price, self.trellis)
@@ -106,7 +113,7 @@ class SecondOrder:
         self, weight: Tensor, rows: Tensor, groups: int, moments: LayerMoments | None, bits: int
     ) -> Encoded:
         scale = fit_scale(rows, bits).to(rows.device)
-        posed = problem(rows, moments, None, self.damping)
+        posed = build_problem(rows, moments, None, self.damping)
         latent = posed.latent
         low, high = code_range(bits)
 
@@ -134,7 +141,7 @@ def stored_step(step: float, trellis: int, device: torch.device) -> Tensor:
 
 
 def encode_at(
-    posed: Problem,
+    posed: LayerProblem,
     step: float,
     weight: Tensor,
     transposed_groups: int,

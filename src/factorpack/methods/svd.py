@@ -13,7 +13,7 @@ from factorpack.methods.qspca import factor_parts
 from factorpack.methods.scalar import Scalar
 from factorpack.quantize.uniform import MAX_BITS, MAX_STORED_BITS, MIN_BITS, fit_scale, to_codes
 from factorpack.record import Encoded, LayerMoments, LayerSample
-from factorpack.solve.factor import truncated
+from factorpack.solve.factor import truncated_svd
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class LowRank:
         if rank * sum(matrix.shape) >= matrix.numel():
             fallback = Scalar(min(self.bits, MAX_BITS)).encode(weight, transposed_groups)
             return fallback.noted(f"codes: factors of rank {rank} would hold no fewer numbers")
-        left, right = truncated(matrix, rank)
+        left, right = truncated_svd(matrix, rank)
         left_scale, right_scale = fit_scale(left.T, self.bits), fit_scale(right, self.bits)
         parts = factor_parts(
             to_codes(left.T, left_scale, self.bits).T,

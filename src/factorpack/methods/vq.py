@@ -10,7 +10,7 @@ from torch import Tensor
 
 from factorpack.methods.codeword_tiles import Regime, check_regime, check_settings, cut, tile_of
 from factorpack.record import Encoded, LayerMoments, LayerSample
-from factorpack.solve.kmeans import kmeans, spread
+from factorpack.solve.kmeans import kmeans, kmeans_plus_plus
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,5 +45,5 @@ class VQ:
         tiles = cut(weight, transposed_groups, tile, self.codewords)
         if isinstance(tiles, Encoded):
             return tiles
-        start = spread(tiles.points, tiles.count, torch.Generator().manual_seed(self.seed))
+        start = kmeans_plus_plus(tiles.points, tiles.count, torch.Generator().manual_seed(self.seed))
         return tiles.quantized(kmeans(tiles.points, start, self.iterations))

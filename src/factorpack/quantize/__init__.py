@@ -1,1 +1,1 @@
-"""Quantizers: real numbers to small signed integers times a scale, and back."""
+"""Quantizers: real values to small signed integers times a scale, and back."""

@@ -1,10 +1,10 @@
-"""Dependent quantization: two quantizers, and a state machine that says which of them a number has.
+"""Dependent quantization: two quantizers, and a state machine that selects one for each element.
 
-Q0 holds the even multiples of a step, Q1 the odd ones and zero: index k of quantizer q is the level
-2k - q sign(k). The parity of an index drives the machine, so a reader knows the quantizer of every number,
-and a path through the states packs levels as dense as the step at the price of codes half as dense. Paths
-run down the columns of a matrix, in segments of rows that all begin in state 0; a quiet column, of which
-nearly all is zero, gains nothing and has Q0 throughout.
+Q0 has the even multiples of a step, Q1 the odd ones and zero: index k of quantizer q is the level
+2k - q sign(k). The parity of an index drives the machine, so a reader knows the quantizer of every element,
+and a path through the states has levels as dense as the step at the cost of codes half as dense. Paths
+run down the columns of a matrix, in segments of rows that all start in state 0; a quiet column, which is
+nearly all zeros, gains nothing and uses Q0 throughout.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from factorpack.errors import FormatError
 
 MEMORY = {4: (0o5, 0o2), 8: (0o13, 0o4)}
-"""Parity checks h0 and h1 of Ungerboeck's amplitude codes, by the number of states."""
+"""Parity checks h0 and h1 of Ungerboeck's amplitude codes, by number of states."""
 LONGEST = 128
-"""Rows of a segment at most: longer ones gain little, and a reader takes as many steps."""
+"""Maximum rows per segment: longer ones gain little, and a reader takes one step per row."""
 SHORTEST = 16
-"""Rows below which a path has too few choices to gain anything."""
+"""Minimum rows for a path: with fewer there are too few choices to gain anything."""
 
 Integers = NDArray[np.integer[Any]]
 Flags = NDArray[np.bool_]
@@ -32,28 +32,28 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Machine:
-    """A state's quantizer, (S + 1,), and the state after each parity, (S + 1, 2); the last one is never left."""
+    """Each state's quantizer, (S + 1,), and the state after each parity, (S + 1, 2); the last one is absorbing."""
 
     quantizer: NDArray[np.uint8]
     after: NDArray[np.uint8]
 
     @property
     def states(self) -> int:
-        """Those of a path, without the one in which quiet columns stay."""
+        """Number of states of a path, without the absorbing one of quiet columns."""
         return len(self.quantizer) - 1
 
     def start(self, quiet: Flags, segments: int) -> NDArray[np.uint8]:
-        """The states before the first rows of all segments: (segments, columns)."""
+        """The initial states of all segments: (segments, columns)."""
         return np.tile(np.where(quiet, np.uint8(self.states), np.uint8(0)), (segments, 1))
 
     def step(self, states: Integers, indices: Integers) -> NDArray[np.uint8]:
-        """The states after some indices."""
+        """The next states after these indices."""
         return self.after.ravel()[2 * states.astype(np.intp) + (indices & 1)]
 
 
 @cache
 def machine(states: int) -> Machine:
-    """The observer form of a systematic encoder: its first register says the quantizer."""
+    """The observer form of a systematic encoder, whose first register selects the quantizer."""
     memory = states.bit_length() - 1
     h0, h1 = MEMORY[states]
     after = np.full((states + 1, 2), states, np.uint8)
@@ -69,7 +69,7 @@ def machine(states: int) -> Machine:
 
 
 def segment_rows(rows: int) -> int:
-    """Rows of a segment, so that segments are as equal as can be and none is longer than LONGEST.
+    """Rows per segment, for segments as equal as possible and no longer than LONGEST.
 
     >>> segment_rows(300), segment_rows(64)
     (100, 64)
@@ -78,14 +78,14 @@ def segment_rows(rows: int) -> int:
 
 
 def quiet_columns(levels: Integers) -> Flags:
-    """Columns without an odd level: they can do without a path."""
+    """Columns without an odd level, which need no path."""
     return np.asarray(~(levels & 1).any(0))
 
 
 def indices_of(levels: Integers, states: int, segment: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-    """The index and the quantizer of every level of (rows, columns); an error where they are no path.
+    """The index and quantizer of every level of (rows, columns); raises FormatError if they are not a path.
 
-    Row r of all segments lies in rows r, r + segment, ...: they are done together.
+    Rows r, r + segment, ... hold row r of all segments, which are processed together.
     """
     of = machine(states)
     indices, quantizer = np.empty(levels.shape, np.int32), np.empty(levels.shape, np.uint8)
@@ -94,9 +94,9 @@ def indices_of(levels: Integers, states: int, segment: int) -> tuple[NDArray[np.
         level = levels[row::segment].astype(np.int32)
         quantizer[row::segment] = q = of.quantizer[state[: len(level)]]
         if ((level & 1 != q) & (level != 0)).any():
-            raise FormatError(f"the codes are no path through a trellis of {states} states")
-        indices[row::segment] = found = (level + q * np.sign(level)) >> 1
-        state[: len(level)] = of.step(state[: len(level)], found)
+            raise FormatError(f"the codes are not a path through a trellis of {states} states")
+        indices[row::segment] = index = (level + q * np.sign(level)) >> 1
+        state[: len(level)] = of.step(state[: len(level)], index)
     return indices, quantizer
 
 

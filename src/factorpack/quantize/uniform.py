@@ -1,4 +1,4 @@
-"""Signed uniform quantization with one scale a row: q = clamp(round(x / s)), x ~ q s.
+"""Signed uniform quantization with one scale per row: q = clamp(round(x / s)), x ~ q s.
 
 The codes are [-2^(b-1), 2^(b-1) - 1], so zero is exact. Everything works on matrices whose rows
 share a scale; callers transpose to share along columns.
@@ -15,12 +15,12 @@ from factorpack.errors import PlanError
 
 Clip = Literal["mse", "minmax"]
 MIN_BITS, MAX_BITS = 2, 8
-"""What a method may be asked for."""
+"""Bits a method accepts."""
 MAX_STORED_BITS = 16
-"""What a file may hold: a step a layer makes codes as wide as the layer's largest number needs."""
+"""Bits a file may hold: with one step per layer, codes are as wide as the layer's largest weight needs."""
 
-# The clip search first tries these fractions of the min-max scale, then these multiples of the best: at
-# two bits heavy-tailed rows settle near a tenth of it, at eight bits within a few percent of all of it.
+# The clip search first tries these fractions of the min-max scale, then these multiples of the best one: at
+# two bits heavy-tailed rows end near a tenth of it, at eight bits within a few percent of it.
 _COARSE = [0.86**power for power in range(21)]
 _FINE = (0.9, 0.93, 0.96, 1.04, 1.07, 0.98, 0.99, 1.01, 1.02)
 
@@ -31,7 +31,7 @@ def check_bits(name: str, bits: int) -> None:
 
 
 def code_range(bits: int) -> tuple[int, int]:
-    """Smallest and largest code of a width.
+    """Smallest and largest code of a bit width.
 
     >>> code_range(3)
     (-4, 3)
@@ -40,12 +40,12 @@ def code_range(bits: int) -> tuple[int, int]:
 
 
 def code_dtype(bits: int) -> torch.dtype:
-    """The type codes of a width are held in."""
+    """The dtype for codes of a bit width."""
     return torch.int8 if bits <= 8 else torch.int16
 
 
 def fit_scale(rows: Tensor, bits: int, clip: Clip = "mse") -> Tensor:
-    """A scale for each row of (r, n), as it will be stored: (r, 1), FP16 where FP16 can hold it."""
+    """One scale per row of (r, n), as it will be stored: (r, 1), in FP16 if that can hold it."""
     start = minmax_scale(rows, bits)
     return storable(start if clip == "minmax" else mse_scale(rows, bits, start))
 
@@ -59,9 +59,9 @@ def minmax_scale(rows: Tensor, bits: int) -> Tensor:
 
 
 def mse_scale(rows: Tensor, bits: int, start: Tensor) -> Tensor:
-    """The fraction of `start` with the least squared rounding error found, row by row: (r, n) -> (r, 1)."""
+    """The multiple of `start` with the least squared rounding error found, per row: (r, n) -> (r, 1)."""
     best, best_error = torch.ones_like(start), torch.full_like(start, torch.inf)
-    unit = rows / _divisor(start)  # in units of `start` no square overflows or vanishes
+    unit = rows / _divisor(start)  # in units of `start` no square overflows or underflows
 
     def consider(shrink: Tensor) -> None:
         nonlocal best, best_error
@@ -77,8 +77,8 @@ def mse_scale(rows: Tensor, bits: int, start: Tensor) -> Tensor:
 
 
 def storable(scale: Tensor) -> Tensor:
-    """Rounds scales, or levels of any sign, to FP16, or to FP32 where FP16 would overflow or round one that
-    matters badly."""
+    """Rounds scales, or signed levels, to FP16, or to FP32 if FP16 would overflow or lose precision that
+    matters."""
     size = scale.abs()
     largest = size.max().item() if size.numel() else 0.0
     matters = size[size > largest * 2.0**-20]
@@ -87,9 +87,9 @@ def storable(scale: Tensor) -> Tensor:
 
 
 def storable_values(values: Tensor) -> Tensor:
-    """Rounds numbers of either sign to FP16, or to FP32 where FP16 would overflow or round them badly.
+    """Rounds values to FP16, or to FP32 if FP16 would overflow or lose precision.
 
-    What counts is the error beside the numbers' size as a whole: below 2^-14 FP16 has fewer bits.
+    The error is judged relative to the values' overall size: below 2^-14 FP16 has fewer bits.
     """
     size = root_mean_square(values)
     fits = size == 0 or (size >= 2.0**-14 and values.abs().max().item() <= 65504.0)
@@ -97,13 +97,13 @@ def storable_values(values: Tensor) -> Tensor:
 
 
 def root_mean_square(values: Tensor) -> float:
-    """Of numbers whose squares may overflow or vanish; 0 of none."""
+    """Safe for values whose squares would overflow or underflow; 0 for no values."""
     largest = values.abs().max().item() if values.numel() else 0.0
     return (values / largest).square().mean().sqrt().item() * largest if largest else 0.0
 
 
 def to_codes(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Nearest codes, int8 or, beyond 8 bits, int16. A row whose scale is zero gets zeros."""
+    """Nearest codes, int8, or int16 above 8 bits. A row whose scale is zero gets zeros."""
     return _clamped(rows / _divisor(scale.to(rows.dtype)), bits).to(code_dtype(bits))
 
 
@@ -113,13 +113,13 @@ def _clamped(unit: Tensor, bits: int) -> Tensor:
 
 
 def _divisor(scale: Tensor) -> Tensor:
-    """Rows are divided, not multiplied by a reciprocal: that of a subnormal scale is infinite."""
+    """For dividing rows, not multiplying by a reciprocal: that of a subnormal scale is infinite."""
     return torch.where(scale > 0, scale, torch.inf)
 
 
 def from_codes(codes: Tensor, scale: Tensor) -> Tensor:
-    """The numbers the codes stand for, in the scale's dtype but never below FP32."""
+    """The values of the codes, in the scale's dtype but at least FP32."""
     wide = torch.promote_types(scale.dtype, torch.float32)
-    numbers = codes.to(wide)
-    # Whole numbers have just been copied; what is trained has not.
-    return numbers * scale.to(wide) if codes.dtype.is_floating_point else numbers.mul_(scale.to(wide))
+    values = codes.to(wide)
+    # Integer codes were just copied, so in-place is safe; floating-point ones, in training, may not be.
+    return values * scale.to(wide) if codes.dtype.is_floating_point else values.mul_(scale.to(wide))

@@ -1,1 +1,1 @@
-"""Solvers: from a tile matrix to good factors."""
+"""Solvers: factors, codes and codebooks that minimise a weight's or a layer's error."""

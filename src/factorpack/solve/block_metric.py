@@ -1,7 +1,7 @@
-"""Codewords that keep a layer's output: k-means in which every block of inputs has a metric of its own.
+"""Codewords that preserve a layer's output: k-means in which every block of inputs has its own metric.
 
-A tile v of a filter meets d inputs u, and an error e in it costs e^T H e of output, H = E[u u^T] of those
-inputs, where blocks of inputs are taken not to correlate. Tiles at one place of all filters share H.
+A tile v of a filter multiplies d inputs u, and an error e in it adds e^T H e to the output error, H = E[u u^T]
+of those inputs, if blocks of inputs are assumed uncorrelated. Tiles at the same position of all filters share H.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from factorpack.record import LayerMoments
-from factorpack.solve.kmeans import gains_nothing, lowest, pieces, reseeded, totals
+from factorpack.solve.kmeans import argmin_and_min, has_converged, reseed_unused, row_blocks, sums_by_index
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockProblem:
-    """Tiles by the block of inputs that they meet, and the metric of each block."""
+    """Tiles grouped by the block of inputs they multiply, and the metric of each block."""
 
     points: Tensor
     """(blocks, rows, d)."""
@@ -25,7 +25,7 @@ class BlockProblem:
     """H of each block, symmetric and positive definite: (blocks, d, d)."""
 
     def nearest(self, codewords: Tensor) -> tuple[Tensor, Tensor]:
-        """The codeword that costs each tile least, (blocks, rows), and what it costs, (blocks, rows).
+        """The cheapest codeword for each tile, (blocks, rows), and its cost, (blocks, rows).
 
         (v - c)^T H (v - c) = v^T H v + 2 (c^T H c / 2 - (H v)^T c).
         """
@@ -33,46 +33,46 @@ class BlockProblem:
         indices = torch.empty(pulled.shape[:2], dtype=torch.int64, device=pulled.device)
         costs = (pulled * self.points).sum(2)
         blocks, rows, _ = pulled.shape
-        for some in pieces(blocks, rows * len(codewords), pulled.device):
+        for some in row_blocks(blocks, rows * len(codewords), pulled.device):
             half = ((codewords @ self.metric[some]) * codewords).sum(2) / 2  # (b, k)
-            turned = codewords.T.expand(len(half), -1, -1)
-            for part in pieces(rows, len(codewords), pulled.device):
-                scores = torch.baddbmm(half[:, None], pulled[some, part], turned, alpha=-1)
-                indices[some, part], least = lowest(scores)
+            columns = codewords.T.expand(len(half), -1, -1)
+            for part in row_blocks(rows, len(codewords), pulled.device):
+                scores = torch.baddbmm(half[:, None], pulled[some, part], columns, alpha=-1)
+                indices[some, part], least = argmin_and_min(scores)
                 costs[some, part] += 2 * least
         return indices, costs.clamp_min_(0)
 
-    def improved(self, codewords: Tensor) -> tuple[Tensor, Tensor]:
-        """One step: c = (sum H)^-1 sum H v over the tiles that c costs least; and the cost before it."""
+    def lloyd_step(self, codewords: Tensor) -> tuple[Tensor, Tensor]:
+        """One step: c = (sum H)^-1 sum H v over the tiles assigned to c; also returns the cost before it."""
         indices, costs = self.nearest(codewords)
         blocks, size, count = len(self.metric), self.metric.shape[1], len(codewords)
         flat, of_block = indices.reshape(-1), torch.arange(blocks, device=indices.device)[:, None]
         often = torch.bincount((indices + count * of_block).reshape(-1), minlength=blocks * count)
         often = often.reshape(blocks, count).double()
         left = (often.T @ self.metric.double().reshape(blocks, -1)).reshape(count, size, size)
-        right, _ = totals((self.points @ self.metric).flatten(0, 1), flat, count)
+        right, _ = sums_by_index((self.points @ self.metric).flatten(0, 1), flat, count)
         used = often.sum(0) > 0
         moved = codewords.clone()
         moved[used] = torch.linalg.solve(left[used], right[used]).to(codewords)
         points = self.points.flatten(0, 1)
-        return reseeded(moved, used, points, costs.reshape(-1)), costs.sum(dtype=torch.float64)
+        return reseed_unused(moved, used, points, costs.reshape(-1)), costs.sum(dtype=torch.float64)
 
     def solve(self, start: Tensor, iterations: int) -> Tensor:
-        """Codewords, (k, d), after some steps, or fewer where they gain nothing more."""
+        """Codewords, (k, d), after `iterations` steps, or fewer if they converge."""
         codewords, before = start, float("inf")
         for _ in range(iterations):
-            codewords, cost = self.improved(codewords)
-            if gains_nothing(before, cost.item()):
+            codewords, cost = self.lloyd_step(codewords)
+            if has_converged(before, cost.item()):
                 break
             before = cost.item()
         return codewords
 
 
 def block_problem(points: Tensor, moments: LayerMoments, shared: bool, damping: float) -> BlockProblem:
-    """The problem of all tiles, (n, d), of a weight whose filters they divide, in the order they lie in.
+    """The problem for all tiles, (n, d), of a weight, in their order in the weight; tiles divide the filters.
 
-    With `shared` all blocks have the mean metric. `damping` times the mean square of an input is added to
-    every diagonal, so that inputs the sample hardly shows are not given away.
+    With `shared` all blocks use the mean metric. `damping` times the mean square of an input is added to
+    every diagonal, so that inputs rarely active in the sample are not ignored.
     """
     size = points.shape[1]
     groups, filter_size, _ = moments.second.shape
@@ -80,15 +80,15 @@ def block_problem(points: Tensor, moments: LayerMoments, shared: bool, damping: 
     second = moments.second.to(points).reshape(groups, count, size, count, size)
     metric = second.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(-1, size, size)
     level = metric.diagonal(dim1=1, dim2=2).mean()
-    level = torch.where(level > 0, level, 1.0)  # an input that is never there: all errors cost the same
+    level = torch.where(level > 0, level, 1.0)  # inputs that are always zero: all errors cost the same
     if shared:
         metric = metric.mean(0).expand_as(metric)
-    # In units of the level: no square of an input overflows, and no cost depends on their unit.
+    # In units of the level: no squared input overflows, and costs do not depend on the inputs' scale.
     metric = metric / level + damping * torch.eye(size, dtype=points.dtype, device=points.device)
     tiles = points.reshape(groups, -1, count, size).transpose(1, 2)  # (groups, blocks, rows, d)
     return BlockProblem(tiles.flatten(0, 1).contiguous(), metric)
 
 
-def in_order(indices: Tensor, groups: int) -> Tensor:
-    """Indices of a problem's tiles, (blocks, rows), in the order the tiles lie in: (n,)."""
+def restore_order(indices: Tensor, groups: int) -> Tensor:
+    """Indices of a problem's tiles, (blocks, rows), in the order of the tiles in the weight: (n,)."""
     return indices.reshape(groups, -1, indices.shape[1]).transpose(1, 2).reshape(-1)

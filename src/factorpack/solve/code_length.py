@@ -1,7 +1,7 @@
-"""Code lengths while rounding: what a code will cost once entropy coded, so that rounding can weigh it.
+"""Code lengths for rate-distortion rounding: the bits each code will take once entropy coded.
 
-Codes are coded with a model a class, and the class of an entry is the sum of its row's and its column's:
-their magnitudes on a logarithmic scale. That is how format/entropy.py models them too.
+Each class of codes has its own model. The class of an element is the sum of its row's and its column's class:
+their magnitudes on a logarithmic scale, as in format/entropy.py.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from torch import Tensor
 
 CLASSES = 24
 REACH = 64
-"""Codes beyond +-REACH are rounded to nearest: so far out a neighbour costs hardly less."""
+"""Codes beyond +-REACH are rounded to nearest: that far out, neighbours cost about the same."""
 WIDTH = 2 * REACH + 3
-BLOCK_NUMBERS = 1 << 22
+BLOCK_ELEMENTS = 1 << 22
 HIGH_RATE = 0.11552453009332421
-"""ln 2 / 6: bits buy squared error at this price, in squared steps, where steps are fine."""
+"""ln 2 / 6: the squared error worth one bit at high rate, in squared steps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodeLengths:
-    """A rounding that picks the code with the least (v - q)^2 + price * bits(q)."""
+    """Rounds to the code that minimises (v - q)^2 + price * bits(q)."""
 
     table: Tensor
     """Bits of each code from -REACH to REACH, by class: (batch, CLASSES, 2 * REACH + 1)."""
     row_class: Tensor
-    """(batch, rows), and (batch, columns): an entry's class is their sum, clamped."""
+    """(batch, rows), and (batch, columns): an element's class is their sum, clamped."""
     column_class: Tensor
     price: float
-    """What a bit is worth, in squared steps."""
+    """The price of one bit, in squared steps."""
     gains: Tensor = field(init=False)
-    """Bits saved by the neighbour nearer to zero, from -REACH - 1 to REACH + 1: (batch, CLASSES * WIDTH)."""
+    """Bits saved by the neighbour closer to zero, from -REACH - 1 to REACH + 1: (batch, CLASSES * WIDTH)."""
 
     def __post_init__(self) -> None:
         rise = self.table.diff(dim=2)
@@ -43,18 +43,18 @@ class CodeLengths:
         object.__setattr__(self, "gains", gains.flatten(1))
 
     def __call__(self, column: int, values: Tensor) -> Tensor:
-        return self._cheaper(values, self.row_class + self.column_class[:, column, None])
+        return self._round_cheaply(values, self.row_class + self.column_class[:, column, None])
 
-    def all(self, values: Tensor) -> Tensor:
-        """Every column at once, (batch, rows, columns): for rounding without feedback."""
+    def round_all(self, values: Tensor) -> Tensor:
+        """Rounds all columns at once, (batch, rows, columns), without feedback."""
         codes = torch.empty_like(values)
         for rows in _row_blocks(values):
             classes = self.row_class[:, rows, None] + self.column_class[:, None, :]
-            codes[:, rows] = self._cheaper(values[:, rows], classes)
+            codes[:, rows] = self._round_cheaply(values[:, rows], classes)
         return codes
 
-    def _cheaper(self, values: Tensor, classes: Tensor) -> Tensor:
-        """The nearest code, or its neighbour nearer to zero, the only other one worth a thought."""
+    def _round_cheaply(self, values: Tensor, classes: Tensor) -> Tensor:
+        """The nearest code, or its neighbour closer to zero: no other code can be cheaper in practice."""
         near = values.round()
         index = classes.clamp_(0, CLASSES - 1).mul_(WIDTH).add_(REACH + 1)
         index += near.clamp(-REACH - 1, REACH + 1).long()
@@ -65,7 +65,7 @@ class CodeLengths:
         return torch.where(worse < self.price * gain, near - side, near)
 
     def by_group(self, groups: int) -> CodeLengths:
-        """The same prices for a batch whose rows are split into groups, each an element of its own."""
+        """The same code lengths for a batch whose rows are split into groups, each its own batch element."""
         if groups == 1:
             return self
         return CodeLengths(
@@ -77,34 +77,34 @@ class CodeLengths:
 
 
 def fit_lengths(values: Tensor, price: float = HIGH_RATE, rounds: int = 2) -> CodeLengths:
-    """Code lengths for (batch, rows, columns) numbers in units of the step, from the numbers themselves."""
+    """Fits code lengths to (batch, rows, columns) values in units of the step."""
     size = values.abs()
-    rows, columns = _level(size.mean(2)), _level(size.mean(1))
-    middle = _level(size.mean((1, 2)))
+    rows, columns = _half_octaves(size.mean(2)), _half_octaves(size.mean(1))
+    middle = _half_octaves(size.mean((1, 2)))
     row_class = (rows - middle[:, None]).round().long() + CLASSES // 2
     column_class = (columns - middle[:, None]).round().long()
     table = values.new_zeros(len(values), CLASSES, 2 * REACH + 1)
     lengths = CodeLengths(table, row_class, column_class, price)
     for _ in range(rounds):
-        table = _table(lengths.all(values), row_class, column_class)
+        table = _bits_table(lengths.round_all(values), row_class, column_class)
         lengths = CodeLengths(table, row_class, column_class, price)
     return lengths
 
 
 def _row_blocks(values: Tensor) -> Iterator[slice]:
-    """Rows of (batch, rows, columns) in blocks, so that memory does not grow with the weight."""
-    many = max(1, BLOCK_NUMBERS // max(values.shape[0] * values.shape[2], 1))
+    """Blocks of rows of (batch, rows, columns), so that memory does not grow with the weight."""
+    many = max(1, BLOCK_ELEMENTS // max(values.shape[0] * values.shape[2], 1))
     for start in range(0, values.shape[1], many):
         yield slice(start, start + many)
 
 
-def _level(size: Tensor) -> Tensor:
-    """Half octaves."""
+def _half_octaves(size: Tensor) -> Tensor:
+    """Magnitude on a scale of half octaves."""
     return 2.0 * torch.log2(size.clamp_min(1e-4))
 
 
-def _table(codes: Tensor, row_class: Tensor, column_class: Tensor) -> Tensor:
-    """Code lengths from counts: each class's own, leaning on a Laplacian of its spread where it is thin."""
+def _bits_table(codes: Tensor, row_class: Tensor, column_class: Tensor) -> Tensor:
+    """Code lengths from counts per class, with a Laplacian prior of the class's mean magnitude."""
     batch, width = len(codes), 2 * REACH + 1
     counted = torch.zeros(batch * CLASSES * width, dtype=torch.long, device=codes.device)
     first = torch.arange(batch, device=codes.device)[:, None, None] * CLASSES
@@ -119,11 +119,11 @@ def _table(codes: Tensor, row_class: Tensor, column_class: Tensor) -> Tensor:
 
 
 def bits_of_counts(counts: Tensor, sizes: Tensor, ways: Tensor) -> Tensor:
-    """Bits of codes of some sizes from counts, (..., codes); a count may be of `ways` codes that are alike."""
+    """Bits per code from counts, (..., codes), of codes with magnitudes `sizes`; each counts `ways` equal codes."""
     total = counts.sum(-1, keepdim=True)
-    spread = ((counts * sizes).sum(-1, keepdim=True) + 0.05) / (total + 1.0)
-    # The two-sided geometric law with this mean magnitude.
-    decay = (torch.sqrt(1 + spread.square()) - 1) / spread
+    mean = ((counts * sizes).sum(-1, keepdim=True) + 0.05) / (total + 1.0)
+    # The two-sided geometric distribution with this mean magnitude.
+    decay = (torch.sqrt(1 + mean.square()) - 1) / mean
     prior = ways * decay.pow(sizes) * (1 - decay) / (1 + decay)
     weight = 8.0
     return ways.log2() - torch.log2(((counts + weight * prior) / (total + weight)).clamp_min(2.0**-24))

@@ -21,17 +21,17 @@ def principal_basis(matrix: Tensor, rank: int) -> Tensor:
 
 
 def best_latent(codebook: Tensor, matrix: Tensor) -> Tensor:
-    """argmin_Z ||W - C Z||_F for (d, k) and (d, n): (k, n); the least-norm one where C has no full rank."""
+    """argmin_Z ||W - C Z||_F for (d, k) and (d, n): (k, n); the least-norm one if C is rank deficient."""
     wide = codebook.double()
     projector: Tensor = torch.linalg.pinv(wide.T @ wide, rtol=1e-10, hermitian=True) @ wide.T  # (k, d)
     return projector.to(matrix.dtype) @ matrix
 
 
-def truncated(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The closest product of (m, rank) and (rank, n) to (m, n), each with half of every singular value."""
+def truncated_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Factors (m, rank) and (rank, n) whose product is closest to (m, n); each gets half of every singular value."""
     wide = matrix.double()
     if wide.shape[0] > wide.shape[1]:
-        left, right = truncated(wide.T, rank)
+        left, right = truncated_svd(wide.T, rank)
         return right.T.to(matrix.dtype), left.T.to(matrix.dtype)
     basis = principal_basis(wide, rank)
     rest = basis.T @ wide

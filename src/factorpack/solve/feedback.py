@@ -1,7 +1,7 @@
-"""Rounding with error feedback: each column's rounding error is made up for by the columns after it.
+"""Rounding with error feedback: later columns compensate for each column's rounding error.
 
 For the output error tr(E H E^T) of a weight error E, take U upper triangular with U^T U = H^-1. Rounding
-column j leaves e_j = (w_j - q_j s) / U_jj, and the columns behind it give way by e_j U_j,:; in the end
+column j leaves e_j = (w_j - q_j s) / U_jj, and e_j U_j,: is subtracted from the columns after it; in the end
 tr(E H E^T) = sum_j ||e_j||^2.
 """
 
@@ -19,25 +19,25 @@ BLOCK = 128
 
 
 class ColumnRounding(Protocol):
-    """How a column of numbers in units of the step becomes codes."""
+    """Rounds a column of values, in units of the step, to codes."""
 
     def __call__(self, column: int, values: Tensor) -> Tensor:
-        """Integers, as floats, for `values` (batch, rows) of column number `column`."""
+        """Integers, as floats, for the `values` (batch, rows) of column `column`."""
         ...
 
 
-def nearest(column: int, values: Tensor) -> Tensor:  # noqa: ARG001
+def round_to_nearest(column: int, values: Tensor) -> Tensor:  # noqa: ARG001
     return values.round()
 
 
 def feedback_factor(second: Tensor, damping: float = 0.01) -> Tensor:
     """U of (batch, K, K) second moments, upper triangular, U^T U = (H + damping mean(diag H) I)^-1.
 
-    Damping keeps directions that the sample hardly shows from being given away.
+    Damping keeps directions that are rare in the sample from being ignored.
     """
     level = ridge(second)
     for attempt in (damping, 10 * damping, 100 * damping, 1.0):
-        # The Cholesky factor of H read backwards is the inverse of U read backwards.
+        # The Cholesky factor of H with reversed rows and columns is the inverse of U reversed alike.
         lower, failed = torch.linalg.cholesky_ex((second + attempt * level).flip(-1, -2))
         if not failed.any():
             break
@@ -49,26 +49,26 @@ def feedback_factor(second: Tensor, damping: float = 0.01) -> Tensor:
 def ridge(second: Tensor) -> Tensor:
     """The mean of each moment matrix's diagonal, times the identity: (batch, K, K)."""
     level = second.diagonal(dim1=-2, dim2=-1).mean(-1)
-    # A group whose inputs are all zero still needs one, far below its neighbours'.
+    # A group whose inputs are all zero still needs a ridge, far below its neighbours'.
     level = level.clamp_min(max(1e-4 * level.mean().item(), 1e-30))
     return torch.diag_embed(level[:, None].expand(-1, second.shape[-1]))
 
 
-def taken_over(factor: Tensor) -> Tensor:
-    """Of the variance of a rounding error, what each column has taken over when its turn comes: (batch, K).
+def inherited_variance(factor: Tensor) -> Tensor:
+    """The variance each column has received from earlier rounding errors of unit variance: (batch, K).
 
-    Column i's error, w_i - q_i s, reaches column j times U_ij / U_ii.
+    Column i's error, w_i - q_i s, reaches column j scaled by U_ij / U_ii.
     """
     shares = factor.triu(1) / factor.diagonal(dim1=1, dim2=2)[:, :, None]
     return shares.square_().sum(1)
 
 
 def round_with_feedback(
-    target: Tensor, factor: Tensor, step: Tensor, rounding: ColumnRounding = nearest
+    target: Tensor, factor: Tensor, step: Tensor, rounding: ColumnRounding = round_to_nearest
 ) -> tuple[Tensor, Tensor]:
-    """Codes for (batch, rows, K) numbers, and the output error each row of them leaves: (batch, rows).
+    """Codes for (batch, rows, K) values, and the output error of each row: (batch, rows).
 
-    `factor` is (batch or 1, K, K), `step` broadcasts over (batch, rows). Codes are whole floats.
+    `factor` is (batch or 1, K, K), `step` broadcasts over (batch, rows). Codes are integers stored as floats.
     """
     left = target.clone()
     codes = torch.empty_like(target)
@@ -77,19 +77,19 @@ def round_with_feedback(
     for start in range(0, size, BLOCK):
         stop = min(start + BLOCK, size)
         block = left[:, :, start:stop].contiguous()
-        code, given = _round_block(block, factor, start, step, rounding)
+        code, residues = _round_block(block, factor, start, step, rounding)
         codes[:, :, start:stop] = code
-        error += given.square().sum(-1)
-        left[:, :, stop:] -= given @ factor[:, start:stop, stop:]
+        error += residues.square().sum(-1)
+        left[:, :, stop:] -= residues @ factor[:, start:stop, stop:]
     return codes, error
 
 
 def _round_block(
     block: Tensor, factor: Tensor, start: int, step: Tensor, rounding: ColumnRounding
 ) -> tuple[Tensor, Tensor]:
-    """Codes of a block of columns, from `start` on, and what each leaves, e_j."""
+    """Codes of a block of columns, from `start` on, and their residues e_j."""
     if block.is_cuda and isinstance(rounding, CodeLengths):
-        from factorpack.solve.feedback_triton import round_block  # only where there is a GPU
+        from factorpack.solve.feedback_triton import round_block  # triton is there only with a GPU
 
         return round_block(block, factor, start, step, rounding)
     if block.is_cuda and isinstance(rounding, TrellisLengths):
@@ -98,11 +98,11 @@ def _round_block(
         return round_block_of_paths(block, factor, start, step, rounding)
     stop = start + block.shape[2]
     local = factor[:, start:stop, start:stop]
-    codes, given = torch.empty_like(block), torch.empty_like(block)
+    codes, residues = torch.empty_like(block), torch.empty_like(block)
     for index in range(stop - start):
         column = block[:, :, index]
         code = rounding(start + index, column / step)
         residue = (column - code * step) / local[:, index, index, None]
-        codes[:, :, index], given[:, :, index] = code, residue
+        codes[:, :, index], residues[:, :, index] = code, residue
         block[:, :, index + 1 :] -= residue[:, :, None] * local[:, None, index, index + 1 :]
-    return codes, given
+    return codes, residues

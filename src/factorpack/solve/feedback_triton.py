@@ -1,4 +1,4 @@
-"""Error feedback within a block of columns as one kernel: rows are independent, columns follow each other."""
+"""Error feedback within a block of columns as one kernel: rows are independent, columns are sequential."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _round_block(  # type: ignore[no-untyped-def]
     row_class,
     column_class,
     codes,
-    given,
+    residues,
     rows,
     first,
     size,
@@ -61,17 +61,17 @@ def _round_block(  # type: ignore[no-untyped-def]
         residue = (number - code * unit) / own
         left -= residue[:, None] * tl.where(column > index, across, 0.0)[None, :]
         tl.store(codes + line * width + index, code, here)
-        tl.store(given + line * width + index, residue, here)
+        tl.store(residues + line * width + index, residue, here)
 
 
 def round_block(
     block: Tensor, factor: Tensor, first: int, step: Tensor, lengths: CodeLengths
 ) -> tuple[Tensor, Tensor]:
-    """Codes of (batch, rows, width) numbers, columns `first` on, and what each left: see feedback.py."""
+    """Codes of (batch, rows, width) values, columns `first` on, and their residues: see feedback.py."""
     batch, rows, width = block.shape
     size = factor.shape[-1]
     block = block.contiguous()
-    codes, given = torch.empty_like(block), torch.empty_like(block)
+    codes, residues = torch.empty_like(block), torch.empty_like(block)
     _round_block[(triton.cdiv(rows, ROWS), batch)](
         block,
         factor,
@@ -80,7 +80,7 @@ def round_block(
         lengths.row_class.to(torch.int32).contiguous(),
         lengths.column_class.to(torch.int32).contiguous(),
         codes,
-        given,
+        residues,
         rows,
         first,
         size,
@@ -93,4 +93,4 @@ def round_block(
         CLASSES=CLASSES,
         num_warps=1,
     )
-    return codes, given
+    return codes, residues

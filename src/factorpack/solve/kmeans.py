@@ -1,7 +1,7 @@
-"""Weighted k-means: codewords that many points can share, by Lloyd's steps from a spread-out start.
+"""Weighted k-means by Lloyd's steps from a k-means++ start.
 
-Nothing here holds the distances of all points at once. Random numbers come from a generator of the CPU, so
-that they are the same on every device; a GPU may round sums differently from run to run.
+Distances are computed in blocks, never all at once. Random numbers come from a CPU generator, so that they
+are the same on every device; a GPU may round sums differently from run to run.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 SCORES = 1 << 20
-"""Numbers in the largest array of distances: about what a cache holds, and enough to share among threads."""
-_ON_A_GPU = 1 << 26
+"""Distances in one block: about what a cache holds, and enough to share among threads."""
+_GPU_SCORES = 1 << 26
 _SAMPLE = 1 << 14
-"""Points that are enough to choose a start from."""
+"""Points that suffice to choose a start from."""
 _TOLERANCE = 1e-4
-"""A step that gains less than this share of the error is the last."""
+"""Iteration stops when a step reduces the error by less than this share."""
 
 
-def pieces(total: int, width: int, device: torch.device) -> Iterator[slice]:
-    """Slices of `total` rows of `width` distances, each small enough to be worked on at once."""
-    rows = max(1, (SCORES if device.type == "cpu" else _ON_A_GPU) // width)
+def row_blocks(total: int, width: int, device: torch.device) -> Iterator[slice]:
+    """Slices of `total` rows of `width` distances, in blocks of bounded size."""
+    rows = max(1, (SCORES if device.type == "cpu" else _GPU_SCORES) // width)
     return (slice(start, start + rows) for start in range(0, total, rows))
 
 
@@ -31,29 +31,29 @@ def nearest(points: Tensor, codewords: Tensor) -> tuple[Tensor, Tensor]:
     half = codewords.square().sum(1) / 2
     indices = torch.empty(len(points), dtype=torch.int64, device=points.device)
     errors = points.square().sum(1)
-    for piece in pieces(len(points), len(codewords), points.device):
+    for piece in row_blocks(len(points), len(codewords), points.device):
         # ||x - c||^2 = ||x||^2 + 2 (||c||^2 / 2 - x c)
-        indices[piece], least = lowest(torch.addmm(half, points[piece], codewords.T, alpha=-1))
+        indices[piece], least = argmin_and_min(torch.addmm(half, points[piece], codewords.T, alpha=-1))
         errors[piece] += 2 * least
     return indices, errors.clamp_min_(0)
 
 
-def lowest(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the last dimension is lowest, and how low."""
-    # On a CPU numpy finds it several times faster than torch.
+def argmin_and_min(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Argmin and minimum over the last dimension."""
+    # On a CPU, numpy's argmin is several times faster than torch's.
     on_cpu = scores.device.type == "cpu"
     indices = torch.from_numpy(scores.numpy().argmin(-1)) if on_cpu else scores.argmin(-1)
     return indices, scores.gather(-1, indices[..., None])[..., 0]
 
 
-def totals(
+def sums_by_index(
     points: Tensor, indices: Tensor, count: int, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Weighted sums of the points that share an index, (k, d), and their weights, (k,), in float64."""
+    """Weighted sums of the points with the same index, (k, d), and their total weights, (k,), in float64."""
     size = points.shape[1]
     places = torch.arange(size, device=points.device)
     sums = torch.zeros(count * size, dtype=torch.float64, device=points.device)
-    for piece in pieces(len(points), size, points.device):
+    for piece in row_blocks(len(points), size, points.device):
         values = points[piece].double()
         if weights is not None:
             values = values * weights[piece, None]
@@ -63,11 +63,13 @@ def totals(
     return sums.reshape(count, size), torch.bincount(indices, heavy, minlength=count).double()
 
 
-def spread(points: Tensor, count: int, generator: torch.Generator, weights: Tensor | None = None) -> Tensor:
-    """Points to start from, (k, d), each drawn by its weight times its squared distance from those before.
+def kmeans_plus_plus(
+    points: Tensor, count: int, generator: torch.Generator, weights: Tensor | None = None
+) -> Tensor:
+    """Initial codewords, (k, d), each drawn with probability proportional to weight times squared distance.
 
-    This is the start of k-means++, on a sample of the points where there are many; an eighth as many as there
-    are, but at least one, is drawn at a time.
+    This is the k-means++ start, on a sample of the points if there are many. Draws are batched: an eighth as
+    many as there are codewords already, and at least one.
     """
     picked = torch.randperm(len(points), generator=generator)[: max(_SAMPLE, 8 * count)].to(points.device)
     some = points[picked]
@@ -85,24 +87,24 @@ def spread(points: Tensor, count: int, generator: torch.Generator, weights: Tens
     return chosen
 
 
-def improved(
+def lloyd_step(
     points: Tensor, codewords: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One of Lloyd's steps: codewords as means of the points they are closest to, their weights, (k,).
+    """One Lloyd step: the means of the points closest to each codeword, and their total weights, (k,).
 
-    The third result is the error before the step. Codewords without points start again, see `reseeded`.
+    The third result is the error before the step. Codewords without points are moved, see `reseed_unused`.
     """
     indices, errors = nearest(points, codewords)
     if weights is not None:
         errors = errors * weights
-    sums, shares = totals(points, indices, len(codewords), weights)
+    sums, shares = sums_by_index(points, indices, len(codewords), weights)
     means = (sums / shares.clamp_min(torch.finfo(torch.float64).tiny)[:, None]).to(points)
     moved = torch.where(shares[:, None] > 0, means, codewords)
-    return reseeded(moved, shares, points, errors), shares, errors.sum(dtype=torch.float64)
+    return reseed_unused(moved, shares, points, errors), shares, errors.sum(dtype=torch.float64)
 
 
-def reseeded(codewords: Tensor, shares: Tensor, points: Tensor, errors: Tensor) -> Tensor:
-    """Codewords without a share put where the errors, (n,), are largest: nothing gets worse by it."""
+def reseed_unused(codewords: Tensor, shares: Tensor, points: Tensor, errors: Tensor) -> Tensor:
+    """Moves unused codewords to the points with the largest errors, (n,), which cannot increase the error."""
     empty = (shares <= 0).nonzero()[:, 0][: len(points)]
     if not len(empty):
         return codewords
@@ -110,18 +112,18 @@ def reseeded(codewords: Tensor, shares: Tensor, points: Tensor, errors: Tensor) 
 
 
 def kmeans(points: Tensor, start: Tensor, iterations: int, weights: Tensor | None = None) -> Tensor:
-    """Codewords, (k, d), after some of Lloyd's steps, or fewer where they gain nothing more."""
+    """Codewords, (k, d), after `iterations` Lloyd steps, or fewer if they converge."""
     codewords, before = start, float("inf")
     for _ in range(iterations):
-        codewords, _, error = improved(points, codewords, weights)
-        if gains_nothing(before, error.item()):
+        codewords, _, error = lloyd_step(points, codewords, weights)
+        if has_converged(before, error.item()):
             break
         before = error.item()
     return codewords
 
 
-def gains_nothing(before: float, error: float) -> bool:
-    """Whether an error is so little below the one before it that the next step is not worth its time."""
+def has_converged(before: float, error: float) -> bool:
+    """Whether the last step reduced the error too little to go on."""
     return not error < before * (1 - _TOLERANCE)
 
 
@@ -133,18 +135,18 @@ def annealed_kmeans(
     heat: float = 1.0,
     decay: float = 0.5,
 ) -> Tensor:
-    """Lloyd's steps by which each codeword is the mean of noisy points, less noisy from step to step.
+    """Lloyd steps on noisy points, with noise that decays over the iterations (stochastic relaxation).
 
-    The noise has the points' own covariance times T_i^2, T_i = heat (1 - i/I)^decay: stochastic relaxation
-    of the codebook. The mean of m such noises is one of 1/m the covariance, and only that is drawn.
+    The noise has the points' own covariance times T_i^2, T_i = heat (1 - i/I)^decay. A mean over m points has
+    noise of 1/m that covariance, so only the noise of the means is drawn.
     """
     centred = (points - points.mean(0)).double()
     values, vectors = torch.linalg.eigh(centred.T @ centred / len(points))
     root = vectors * values.clamp_min(0).sqrt()  # root root^T is the covariance
     codewords = start
     for step in range(iterations):
-        codewords, shares, _ = improved(points, codewords)
+        codewords, shares, _ = lloyd_step(points, codewords)
         noise = torch.randn(codewords.shape, generator=generator, dtype=torch.float64).to(root.device)
-        shaken = noise @ root.T / shares.clamp_min(1)[:, None].sqrt()
-        codewords = codewords + heat * (1 - step / iterations) ** decay * shaken.to(codewords)
+        shift = noise @ root.T / shares.clamp_min(1)[:, None].sqrt()
+        codewords = codewords + heat * (1 - step / iterations) ** decay * shift.to(codewords)
     return codewords

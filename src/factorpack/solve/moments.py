@@ -1,4 +1,4 @@
-"""Second moments of what a layer's weight multiplies, gathered batch by batch."""
+"""Second moments of a layer's inputs, accumulated batch by batch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def has_moments(layer: nn.Module) -> bool:
-    """Whether a layer is one whose inputs can be unfolded: linear or a plain convolution."""
+    """Whether a layer's inputs can be unfold_inputs: it is linear or a plain convolution."""
     return isinstance(layer, (nn.Linear, *CONVOLUTIONS))
 
 
-def unfolded(layer: nn.Module, inputs: Tensor) -> Tensor:
+def unfold_inputs(layer: nn.Module, inputs: Tensor) -> Tensor:
     """The vectors u with y = W u at each position: (groups, positions, in/groups * h * w).
 
-    W is the weight with everything but its output channels flattened, group by group.
+    W is the weight flattened to (output channels, rest), group by group.
     """
     if isinstance(layer, nn.Linear):
         return inputs.reshape(1, -1, layer.in_features)
@@ -40,17 +40,20 @@ def unfolded(layer: nn.Module, inputs: Tensor) -> Tensor:
     return ordered.reshape(layer.groups, -1, layer.weight[0].numel())
 
 
-class MomentsOf:
-    """Running sums over batches for one layer; `of_original` is what the uncompressed network feeds it."""
+class MomentAccumulator:
+    """Running sums over batches for one layer."""
 
-    def __init__(self, layer: nn.Module, most_rows: int) -> None:
+    def __init__(self, layer: nn.Module, max_rows: int) -> None:
         self._layer = layer
-        self._most_rows = most_rows
+        self._max_rows = max_rows
         self._sums: list[Tensor] = []
         self._rows = 0
 
     def add(self, inputs: Tensor, of_original: Tensor | None = None) -> None:
-        """Adds the positions of one batch: all of them, or some spread evenly where there are many."""
+        """Adds the positions of one batch: all of them, or evenly spaced ones if there are many.
+
+        `of_original` are the layer's inputs in the uncompressed network.
+        """
         seen = self._positions(inputs)
         wanted = seen if of_original is None else self._positions(of_original)
         parts = [seen.transpose(1, 2) @ seen, seen.sum(1)]
@@ -61,20 +64,20 @@ class MomentsOf:
         self._rows += seen.shape[1]
 
     def _power(self, rows: Tensor) -> Tensor:
-        """Squares of the layer's outputs, less its bias, summed over rows: (groups, out/groups)."""
+        """Squared outputs of the layer without bias, summed over rows: (groups, out/groups)."""
         weight = self._layer.weight
         assert isinstance(weight, Tensor)
         split = weight.detach().float().reshape(len(rows), -1, rows.shape[2])
         return (rows @ split.transpose(1, 2)).square().sum(1)
 
     def _positions(self, inputs: Tensor) -> Tensor:
-        rows = unfolded(self._layer, inputs.float())
+        rows = unfold_inputs(self._layer, inputs.float())
         count = rows.shape[1]
-        if count <= self._most_rows:
+        if count <= self._max_rows:
             return rows
-        # Multiples of the golden ratio are spread evenly and fall in step with no picture's width.
-        spread = torch.arange(self._most_rows, dtype=torch.float64, device=rows.device) * 0.6180339887498949
-        return rows[:, ((spread % 1.0) * count).long()]
+        # Multiples of the golden ratio are evenly spaced and never align with an image's width.
+        golden = torch.arange(self._max_rows, dtype=torch.float64, device=rows.device) * 0.6180339887498949
+        return rows[:, ((golden % 1.0) * count).long()]
 
     def result(self) -> LayerMoments:
         second, total, *original = (part / self._rows for part in self._sums)

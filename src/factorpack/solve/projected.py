@@ -19,7 +19,7 @@ from factorpack.solve.threshold import largest_mask
 
 @dataclass(frozen=True, slots=True)
 class FactorProblem:
-    """Factors to improve: real-valued C (d, k) and Z (k, n), their quantizers, and S, the entries Z keeps."""
+    """Factors to improve: real-valued C (d, k) and Z (k, n), their quantizers, and S, the number of non-zeros in Z."""
 
     codebook: Tensor
     latent: Tensor
@@ -40,18 +40,18 @@ class FactorProblem:
 
 @dataclass(frozen=True, slots=True)
 class ProjectedGradient:
-    """Adam on the mean squared error of a layer's output, rounding passed straight through.
+    """Adam on the mean squared error of a layer's output, with straight-through rounding.
 
-    `threshold` is "iterative" (the hard threshold after every step, Algorithm 1) or "one-shot" (once, at
-    the end). It stops after `steps` steps; with `stop="validation"` also as soon as the error on the
-    validation samples has not fallen for more than `patience` steps.
+    `threshold` is "iterative" (hard thresholding after every step, Algorithm 1) or "one-shot" (once, at
+    the end). It stops after `steps` steps; with `stop="validation"` also once the error on the validation
+    samples has not improved for more than `patience` steps.
     """
 
     steps: int = 30
     stop: Literal["steps", "validation"] = "steps"
     threshold: Literal["iterative", "one-shot"] = "iterative"
     sort: Literal["value", "code"] = "value"
-    """What the threshold calls large: the stored value, or the integer code whatever its scale."""
+    """Whether the threshold ranks by stored value or by integer code, regardless of scale."""
     learning_rate: float = 1e-4
     weight_decay: float = 1e-5
     samples: int = 64
@@ -76,7 +76,7 @@ class ProjectedGradient:
         _expect("weight_decay", self.weight_decay, lambda x: 0 <= x < inf, "a number from 0 up", float, int)
 
     def solve(self, problem: FactorProblem, sample: LayerSample) -> tuple[Tensor, Tensor]:
-        """Real-valued C and Z whose quantized product serves the layer; Z is already thresholded."""
+        """Real-valued C and Z whose quantized product best reproduces the layer's output; Z is thresholded."""
         train, held = sample.first(self.samples).split(self.validation)
         codebook = problem.codebook.detach().clone().requires_grad_()
         latent = problem.latent.detach().clone().requires_grad_()
@@ -86,7 +86,7 @@ class ProjectedGradient:
         best, since_best = inf, 0
         for step in range(self.steps):
             loss = output_error(problem, codebook, latent, train)
-            # Not backward(): the layer's bias is the user's, and must not collect gradients.
+            # Not backward(): the user's bias must not accumulate gradients.
             codebook.grad, latent.grad = torch.autograd.grad(loss, [codebook, latent])
             optimizer.step()
             if self.threshold == "iterative":
@@ -106,7 +106,7 @@ class ProjectedGradient:
 
 
 def _expect(name: str, value: Any, fits: Callable[[Any], bool], words: str, *kinds: type) -> None:
-    """Settings come from recipes too, where a string may stand in a number's place."""
+    """Settings may come from recipes, where a string can be given for a number."""
     if type(value) not in kinds or not fits(value):
         raise PlanError(f"{name} is {value!r}, expected {words}")
 

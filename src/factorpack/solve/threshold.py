@@ -1,4 +1,4 @@
-"""Hard thresholding: the projection onto sparse matrices, counted as the paper counts it."""
+"""Hard thresholding: the projection onto sparse matrices, with the paper's definition of sparsity."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from torch import Tensor
 
 
 def extra_zero_mask(quantized: Tensor, latent: Tensor, extra: float) -> Tensor:
-    """Which entries stay: True but for the smallest `extra` share of all entries that are not zero yet.
+    """Which elements stay: False for the smallest non-zero ones, an `extra` share of all elements.
 
-    Entries that rounding already made zero are not counted: the sparsity is on top of theirs, and they
-    stay True. Where fewer non-zeros are left than asked for, all of them go.
+    Elements that rounding already made zero stay True: the sparsity is in addition to theirs. If there are
+    fewer non-zeros than requested, all of them go.
     """
     return largest_mask(quantized, latent, entries_kept(quantized, extra)) | (quantized == 0)
 
 
 def entries_kept(quantized: Tensor, extra: float) -> int:
-    """S: the non-zero entries left once an `extra` share of all entries has joined rounding's zeros."""
+    """S: the non-zeros left after an `extra` share of all elements is set to zero on top of rounding's zeros."""
     return max(int(quantized.count_nonzero()) - round(extra * quantized.numel()), 0)
 
 
 def largest_mask(quantized: Tensor, latent: Tensor, count: int) -> Tensor:
-    """M: True for the `count` largest entries of `quantized` by absolute value, ties by `latent`'s."""
+    """M: True for the `count` largest elements of `quantized` by magnitude, ties by that of `latent`."""
     size, finer = quantized.abs().flatten(), latent.abs().flatten()
     if count <= 0:
         return torch.zeros_like(quantized, dtype=torch.bool)

@@ -1,7 +1,7 @@
-"""Rounding along a trellis: the levels of a column's rows chosen together, by error and by code length.
+"""Rounding along a trellis: the levels of a column's rows are chosen together, by error and code length.
 
-Error feedback carries a row's rounding error into that row's later columns alone, so within one column the
-rows are free to be chosen together: a path runs down the rows of all groups. See factorpack/trellis.py.
+Error feedback carries a row's rounding error only into that row's later columns, so the rows of one column
+can be chosen together: a path runs down the rows of all groups. See quantize/trellis.py.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ from factorpack.quantize.trellis import machine, segment_rows
 from factorpack.solve.code_length import CLASSES, REACH, bits_of_counts, fit_lengths
 
 FINE_STEP = 0.57
-"""The step of levels beside a plain one of equal error: half, and the gain in space given back."""
-QUIET = 0.85
-"""A column with more zeros has no path: there one quantizer is as good as two."""
+"""The levels' step relative to a plain step of equal error: a half, enlarged by the packing gain."""
+QUIET_SHARE = 0.85
+"""A column with a larger share of zeros has no path: there one quantizer is as good as two."""
 MOSTLY_ZERO = 0.88
-"""A class with more zeros begins with a cheap zero in the odd quantizer too."""
+"""A class with a larger share of zeros starts with a cheap zero in the odd quantizer too."""
 ROUNDS = 3
 MANY_PATHS = 128
-"""From here on it is faster to go row by row, all paths side by side."""
+"""From this many paths on, going row by row over all of them is faster."""
 MAGNITUDES = REACH + 1
-NUMBERS_AT_ONCE = 1 << 18
-ENOUGH_NUMBERS = 1 << 19
-"""That code lengths are fitted to."""
+BLOCK_ELEMENTS = 1 << 18
+FITTED_ELEMENTS = 1 << 19
+"""Elements that code lengths are fitted to."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrellisLengths:
-    """A rounding of columns to the levels of a path with the least sum of (v - level)^2 + price * bits."""
+    """Rounds columns to the levels of the path that minimises the sum of (v - level)^2 + price * bits."""
 
     table: Tensor
     """Bits of an index's magnitude and sign by class and quantizer: (batch, CLASSES, 2, MAGNITUDES)."""
     row_class: Tensor
-    """(batch, rows), and (batch, columns): an entry's class is their sum, clamped."""
+    """(batch, rows), and (batch, columns): an element's class is their sum, clamped."""
     column_class: Tensor
     quiet: Tensor
-    """Columns that have no path, (batch, columns)."""
+    """Columns without a path, (batch, columns)."""
     price: float
-    """What a bit is worth, in squared steps of the levels."""
+    """The price of one bit, in squared steps of the levels."""
     states: int
 
     def __call__(self, column: int, values: Tensor) -> Tensor:
-        """Levels for one column; groups, each with rows of its own, stand one behind the other."""
-        whole = values.reshape(len(self.table), -1, 1)
-        return self._paths(whole, slice(column, column + 1))[0].reshape(values.shape)
+        """Levels for one column; the rows of all groups are concatenated."""
+        rows = values.reshape(len(self.table), -1, 1)
+        return self._paths(rows, slice(column, column + 1))[0].reshape(values.shape)
 
-    def all(self, values: Tensor) -> Tensor:
-        """Every column at once, (batch, rows, columns): for rounding without feedback."""
+    def round_all(self, values: Tensor) -> Tensor:
+        """Rounds all columns at once, (batch, rows, columns), without feedback."""
         return self.paths(values)[0]
 
     def paths(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The levels of every column, (batch, rows, columns), and their quantizers."""
         levels, quantizers = torch.empty_like(values), torch.empty_like(values, dtype=torch.long)
-        many = max(1, NUMBERS_AT_ONCE // (values.shape[0] * values.shape[1]))
+        many = max(1, BLOCK_ELEMENTS // (values.shape[0] * values.shape[1]))
         for start in range(0, values.shape[2], many):
             part = slice(start, start + many)
             levels[:, :, part], quantizers[:, :, part] = self._paths(values[:, :, part], part)
@@ -68,23 +68,25 @@ class TrellisLengths:
         batch, rows, width = values.shape
         segment = segment_rows(rows)
         classes = self._classes(columns)
-        costs, levels = _branches(_cut(values.abs(), segment), _cut(classes, segment), self.table, self.price)
-        if rows % segment:  # what lies behind the last row costs nothing, whatever it is
+        costs, levels = _branches(
+            _to_segments(values.abs(), segment), _to_segments(classes, segment), self.table, self.price
+        )
+        if rows % segment:  # padding after the last row costs nothing
             costs.unflatten(2, (batch, -1, width))[:, rows % segment :, :, -1] = 0
         quiet = self.quiet[:, None, columns].expand(-1, -(-rows // segment), -1).reshape(-1)
-        alone = (costs[1] < costs[0]).long()
-        taken = torch.where(quiet, alone, cheapest_path(costs, self.states))
-        sizes = _joined(levels.gather(0, taken[None])[0], values)
-        return torch.where(values < 0, -sizes, sizes), _joined(taken >> 1, values)
+        without_path = (costs[1] < costs[0]).long()
+        taken = torch.where(quiet, without_path, cheapest_path(costs, self.states))
+        sizes = _from_segments(levels.gather(0, taken[None])[0], values)
+        return torch.where(values < 0, -sizes, sizes), _from_segments(taken >> 1, values)
 
     def _classes(self, columns: slice) -> Tensor:
-        """The table of each entry, counted through the batch: (batch, rows, columns)."""
+        """Each element's row in the flattened table of all batches and classes: (batch, rows, columns)."""
         first = CLASSES * torch.arange(len(self.table), device=self.table.device)[:, None, None]
         classes = self.row_class[:, :, None] + self.column_class[:, None, columns]
         return classes.clamp_(0, CLASSES - 1).add_(first)
 
-    def refitted(self, levels: Tensor, quantizers: Tensor) -> TrellisLengths:
-        """Lengths from counts of indices; of a magnitude above zero there are two, of either sign."""
+    def refit(self, levels: Tensor, quantizers: Tensor) -> TrellisLengths:
+        """Code lengths from counts of index magnitudes; each non-zero one stands for two signs."""
         magnitude = ((levels.abs() + quantizers) / 2).floor().clamp_max(REACH).long()
         cell = (self._classes(slice(None)) * 2 + quantizers) * MAGNITUDES + magnitude
         counts = torch.bincount(cell.flatten(), minlength=self.table.numel()).to(levels)
@@ -94,42 +96,42 @@ class TrellisLengths:
 
 
 def fit_trellis(values: Tensor, price: float, states: int) -> TrellisLengths:
-    """Code lengths for (batch, rows, columns) numbers in units of the levels' step, from the numbers themselves.
+    """Fits code lengths to (batch, rows, columns) values in units of the levels' step.
 
-    A bit is worth `price` squared plain steps, of which the levels' is FINE_STEP.
+    One bit is worth `price` squared plain steps; the levels' step is FINE_STEP times the plain one.
     """
     coarse = values / 2
     plain = fit_lengths(coarse, price / (2 * FINE_STEP) ** 2)
     lengths = TrellisLengths(
-        _first_table(plain.table[:, :, REACH:]),
+        _initial_table(plain.table[:, :, REACH:]),
         plain.row_class,
         plain.column_class,
-        (plain.all(coarse) == 0).to(values).mean(1) > QUIET,
+        (plain.round_all(coarse) == 0).to(values).mean(1) > QUIET_SHARE,
         price / FINE_STEP**2,
         states,
     )
-    picked = _spread(values)
+    picked = _sample_columns(values)
     some = replace(lengths, column_class=lengths.column_class[:, picked], quiet=lengths.quiet[:, picked])
     for _ in range(ROUNDS):
-        some = some.refitted(*some.paths(values[:, :, picked]))
+        some = some.refit(*some.paths(values[:, :, picked]))
     return replace(lengths, table=some.table)
 
 
-def _spread(values: Tensor) -> Tensor:
-    """Columns that are enough to count on, spread evenly: multiples of the golden ratio have no period."""
+def _sample_columns(values: Tensor) -> Tensor:
+    """Evenly spaced columns, enough to fit to: multiples of the golden ratio have no period."""
     columns = values.shape[2]
-    many = max(1, ENOUGH_NUMBERS // values.shape[1])
+    many = max(1, FITTED_ELEMENTS // values.shape[1])
     if columns <= many:
         return torch.arange(columns, device=values.device)
-    spread = torch.arange(many, dtype=torch.float64, device=values.device) * 0.6180339887498949
-    return ((spread % 1.0) * columns).long()
+    golden = torch.arange(many, dtype=torch.float64, device=values.device) * 0.6180339887498949
+    return ((golden % 1.0) * columns).long()
 
 
-def _first_table(plain: Tensor) -> Tensor:
-    """Bits by quantizer to begin with, from those of plain codes from zero on: (batch, CLASSES, 2, MAGNITUDES).
+def _initial_table(plain: Tensor) -> Tensor:
+    """Initial bits by quantizer, from those of plain codes >= 0: (batch, CLASSES, 2, MAGNITUDES).
 
-    Q1 does best without its zero, but where nearly all is zero; searches that begin with a cheap one
-    elsewhere need tens of rounds to give it up.
+    Q1 does best without its zero, except where nearly all values are zero; a search that starts with a cheap
+    zero elsewhere needs tens of rounds to give it up.
     """
     between = torch.cat([torch.full_like(plain[..., :1], 8.0), (plain[..., 1:] + plain[..., :-1]) / 2], -1)
     between[..., 1:] += (2 * torch.exp2(-between[..., 1:]).sum(-1, keepdim=True)).log2()
@@ -138,9 +140,9 @@ def _first_table(plain: Tensor) -> Tensor:
 
 
 def _branches(size: Tensor, classes: Tensor, table: Tensor, price: float) -> tuple[Tensor, Tensor]:
-    """The cheapest level of each subset, 2 q + parity, and what it costs: (4, segment, paths) each.
+    """The cost of the cheapest level of each subset, 2 q + parity, and that level: (4, segment, paths) each.
 
-    Of the indices with a parity it is the nearest or the next one inward.
+    It is the nearest index with that parity, or the next one towards zero.
     """
     quantizer = torch.tensor([0.0, 0.0, 1.0, 1.0], device=size.device)[:, None, None]
     parity = torch.tensor([0.0, 1.0, 0.0, 1.0], device=size.device)[:, None, None]
@@ -153,15 +155,15 @@ def _branches(size: Tensor, classes: Tensor, table: Tensor, price: float) -> tup
 
 
 def cheapest_path(costs: Tensor, states: int) -> Tensor:
-    """The subsets, (segment, paths), of the cheapest path from state 0 on, given what each subset costs."""
+    """The subsets, (segment, paths), of the cheapest path from state 0, given the cost of each subset."""
     if costs.shape[2] >= MANY_PATHS:
         return path_by_rows(costs, states)
     return path_by_halves(costs, states)
 
 
 def path_by_rows(costs: Tensor, states: int) -> Tensor:
-    """Viterbi's search as it is written down: row after row, then back."""
-    source, subset = (table.to(costs.device) for table in _arrivals(states))
+    """The textbook Viterbi search: forward row by row, then backtracking."""
+    source, subset = (table.to(costs.device) for table in _predecessors(states))
     rows, paths = costs.shape[1:]
     total = torch.full((states, paths), torch.inf, dtype=costs.dtype, device=costs.device)
     total[0] = 0
@@ -179,16 +181,16 @@ def path_by_rows(costs: Tensor, states: int) -> Tensor:
 
 
 def path_by_halves(costs: Tensor, states: int) -> Tensor:
-    """The same for few paths: costs between any two states, of two rows, of four, and so on; then back.
+    """The same for few paths: costs between any two states over two rows, four rows, and so on; then backtracking.
 
-    It does more work than row by row in a fraction of the steps, and steps are what few paths pay for.
-    Rows stand in the order of their bits read backwards: neighbours lie in the two halves, at every level.
-    No two ways of two rows lead from one state to the same other, so the first level is a sum.
+    It does more work than row by row in far fewer steps, and with few paths the steps dominate. Rows are in
+    bit-reversed order, so that neighbours lie in the two halves at every level. Two states two rows apart are
+    connected in at most one way, so the first level is a sum.
     """
-    between, middle = links(states).to(costs.device), _middles(states).to(costs.device)
+    between, middle = transitions(states).to(costs.device), _middle_states(states).to(costs.device)
     rows, paths = costs.shape[1:]
-    order = _backwards(rows).to(costs.device)
-    padded = costs.new_zeros((5, len(order), paths))  # rows that are not there cost nothing
+    order = _bit_reversed(rows).to(costs.device)
+    padded = costs.new_zeros((5, len(order), paths))  # padding rows cost nothing
     padded[:4, :rows] = costs
     padded[4] = torch.inf
     first, second = padded[:, order].chunk(2, 1)
@@ -208,12 +210,12 @@ def path_by_halves(costs: Tensor, states: int) -> Tensor:
         start, end = torch.cat([start, inner]), torch.cat([inner, end])
     inner = middle.take(start * states + end)
     taken = torch.cat([between.take(start * states + inner), between.take(inner * states + end)])
-    return taken[order[:rows]]  # read backwards twice, all is in its place
+    return taken[order[:rows]]  # bit reversal is its own inverse
 
 
 @cache
-def _backwards(rows: int) -> Tensor:
-    """Numbers of as many rows, two at least, and more up to a power of two, by their bits read backwards."""
+def _bit_reversed(rows: int) -> Tensor:
+    """Row indices in bit-reversed order, for at least `rows` rows and two, up to a power of two."""
     order = torch.tensor([0, 1])
     while len(order) < rows:
         order = torch.cat([2 * order, 2 * order + 1])
@@ -221,8 +223,8 @@ def _backwards(rows: int) -> Tensor:
 
 
 @cache
-def links(states: int) -> Tensor:
-    """The subset that leads from a state to another, 4 where none does: (states * states,)."""
+def transitions(states: int) -> Tensor:
+    """The subset that leads from one state to another, 4 if none does: (states * states,)."""
     of = machine(states)
     between = torch.full((states, states), 4)
     for state, parity in product(range(states), (0, 1)):
@@ -231,30 +233,30 @@ def links(states: int) -> Tensor:
 
 
 @cache
-def _middles(states: int) -> Tensor:
-    """The state between two that are two rows apart: (states, states); one that leads nowhere, if none does."""
-    open_ways = links(states).reshape(states, states) < 4
+def _middle_states(states: int) -> Tensor:
+    """The state between two that are two rows apart: (states, states); an unconnected one if there is none."""
+    open_ways = transitions(states).reshape(states, states) < 4
     ways = open_ways[:, :, None] & open_ways[None]  # (from, by, to)
     return ways.long().argmax(1)
 
 
 @cache
-def _arrivals(states: int) -> tuple[Tensor, Tensor]:
-    """The two states before each, and the subsets that lead from them: (2, states) each."""
-    between = links(states).reshape(states, states)
+def _predecessors(states: int) -> tuple[Tensor, Tensor]:
+    """The two predecessors of each state, and the subsets that lead from them: (2, states) each."""
+    between = transitions(states).reshape(states, states)
     source = (between < 4).T.nonzero()[:, 1].reshape(states, 2).T.contiguous()
     return source, between.gather(0, source)
 
 
-def _cut(matrix: Tensor, segment: int) -> Tensor:
-    """(batch, rows, columns) as rows of segments side by side, zeros behind the last: (segment, paths)."""
+def _to_segments(matrix: Tensor, segment: int) -> Tensor:
+    """(batch, rows, columns) as segments side by side, the last padded with zeros: (segment, paths)."""
     padded = torch.nn.functional.pad(matrix, (0, 0, 0, -matrix.shape[1] % segment))
     paths: Tensor = padded.unflatten(1, (-1, segment)).movedim(2, 0).flatten(1)
     return paths
 
 
-def _joined(paths: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `_cut`, to the shape of another matrix."""
+def _from_segments(paths: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `_to_segments`, in the shape of `like`."""
     batch, rows, width = like.shape
-    whole: Tensor = paths.unflatten(1, (batch, -1, width)).movedim(0, 2).flatten(1, 2)
-    return whole[:, :rows]
+    matrix: Tensor = paths.unflatten(1, (batch, -1, width)).movedim(0, 2).flatten(1, 2)
+    return matrix[:, :rows]

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from factorpack.quantize.trellis import segment_rows
 from factorpack.solve.code_length import CLASSES, REACH
-from factorpack.solve.trellis_search import TrellisLengths, links
+from factorpack.solve.trellis_search import TrellisLengths, transitions
 
 SUBSETS = 4
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _cheapest(size, quantizer, parity, table, price, REACH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of the indices with a parity the nearest, or the next one inward: its level and its cost."""
+    """The nearest index with that parity, or the next one towards zero: its level and cost."""
     near = tl.maximum(tl.floor((size + (quantizer - 2 * parity)) / 4 + 0.5), 0.0)
     index = parity + 2 * near
     inner = parity + 2 * tl.maximum(near - 1, 0.0)
@@ -37,9 +37,9 @@ def _round_block(  # type: ignore[no-untyped-def]
     row_class,
     column_class,
     quiet,
-    links,
+    transitions,
     codes,
-    given,
+    residues,
     costs,
     choices,
     taken,
@@ -59,8 +59,8 @@ def _round_block(  # type: ignore[no-untyped-def]
 ):
     """One program: a segment of the rows of one batch element, all `width` <= N columns of the block.
 
-    Branches, choices and the path go through memory that is the program's own: each is written by all
-    threads and read by others, so barriers stand between.
+    Branches, choices and the path go through the program's own scratch memory: threads read what others
+    wrote, hence the barriers.
     """
     batch = tl.program_id(1).to(tl.int64)
     own = batch * tl.num_programs(0) + tl.program_id(0)
@@ -73,7 +73,7 @@ def _round_block(  # type: ignore[no-untyped-def]
     unit = tl.load(step + line, here, 1.0)
     classes = tl.load(row_class + line, here, 0)
     states = tl.arange(0, STATES)
-    between = tl.load(links + states[:, None] * STATES + states[None, :])
+    between = tl.load(transitions + states[:, None] * STATES + states[None, :])
     costs += own * ROWS * 5
     choices += own * ROWS * STATES
     taken += own * ROWS
@@ -99,7 +99,7 @@ def _round_block(  # type: ignore[no-untyped-def]
         for step_up in range(segment):
             above = segment - 1 - step_up
             before = tl.load(choices + above * STATES + state)
-            tl.store(taken + above, tl.load(links + before * STATES + state))
+            tl.store(taken + above, tl.load(transitions + before * STATES + state))
             state = before
         tl.debug_barrier()
         path = tl.load(taken + place, place < segment, 0)
@@ -114,24 +114,24 @@ def _round_block(  # type: ignore[no-untyped-def]
         left = numbers + line[:, None] * width + column[None, :]
         tl.store(left, tl.load(left, after, 0.0) - residue[:, None] * across, after)
         tl.store(codes + line * width + index, code, here)
-        tl.store(given + line * width + index, residue, here)
+        tl.store(residues + line * width + index, residue, here)
         tl.debug_barrier()
 
 
 def round_block(
     block: Tensor, factor: Tensor, first: int, step: Tensor, lengths: TrellisLengths
 ) -> tuple[Tensor, Tensor]:
-    """Levels of (batch, rows, width) numbers, columns `first` on, and what each left: see feedback.py.
+    """Levels of (batch, rows, width) values, columns `first` on, and their residues: see feedback.py.
 
-    The numbers are used up.
+    `block` is overwritten.
     """
     elements, group_rows, width = block.shape
     batch, rows = lengths.row_class.shape
     size, segment = factor.shape[-1], segment_rows(rows)
     block = block.contiguous()
-    codes, given = torch.empty_like(block), torch.empty_like(block)
-    count, whole = -(-rows // segment), max(triton.next_power_of_2(segment), 16)
-    programs = batch * count * whole
+    codes, residues = torch.empty_like(block), torch.empty_like(block)
+    count, padded = -(-rows // segment), max(triton.next_power_of_2(segment), 16)
+    scratch_rows = batch * count * padded
     _round_block[(count, batch)](
         block,
         factor,
@@ -140,12 +140,12 @@ def round_block(
         lengths.row_class.to(torch.int32).contiguous(),
         lengths.column_class.to(torch.int32).contiguous(),
         lengths.quiet.to(torch.int32).contiguous(),
-        links(lengths.states).to(block.device, torch.int32),
+        transitions(lengths.states).to(block.device, torch.int32),
         codes,
-        given,
-        block.new_empty(programs * (SUBSETS + 1)),
-        block.new_empty(programs * lengths.states, dtype=torch.int32),
-        block.new_empty(programs, dtype=torch.int32),
+        residues,
+        block.new_empty(scratch_rows * (SUBSETS + 1)),
+        block.new_empty(scratch_rows * lengths.states, dtype=torch.int32),
+        block.new_empty(scratch_rows, dtype=torch.int32),
         rows,
         group_rows,
         first,
@@ -155,10 +155,10 @@ def round_block(
         segment=segment,
         width=width,
         N=max(triton.next_power_of_2(width), 16),
-        ROWS=whole,
+        ROWS=padded,
         STATES=lengths.states,
         REACH=REACH,
         CLASSES=CLASSES,
         num_warps=4,
     )
-    return codes, given
+    return codes, residues
