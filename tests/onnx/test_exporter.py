@@ -186,8 +186,8 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path, monkeypatch: pytest.Mon
         fp.onnx.export(packed, small_net(), torch.zeros(1, 4, 12, 12), path)
     with pytest.raises(fp.SourceError, match="the model lacks"):
         fp.onnx.export(packed, nn.Linear(3, 3), PICTURES, path)
-    monkeypatch.setattr(exporting, "MOST_BYTES", 1000)
-    with pytest.raises(fp.PlanError, match="one holds 1000 at most"):
+    monkeypatch.setattr(exporting, "MAX_BYTES", 1000)
+    with pytest.raises(fp.PlanError, match="allowed are 1000"):
         fp.onnx.export(packed, small_net(), PICTURES, path)
     assert not path.exists()
 

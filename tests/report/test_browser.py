@@ -214,7 +214,7 @@ class TestTreemap:
 
     def test_colours_by_bits(self, shown: Chrome) -> None:
         by_kind = find(shown, ".tile")[0].value_of_css_property("background-color")
-        bits = next(button for button in find(shown, "[role=radio]") if button.text == "bits a number")
+        bits = next(button for button in find(shown, "[role=radio]") if button.text == "bits per weight")
         click(shown, bits)
         assert bits.get_attribute("aria-checked") == "true"
         assert find(shown, ".tile")[0].value_of_css_property("background-color") != by_kind

@@ -148,9 +148,9 @@ def test_names_in_a_file_that_would_steer_the_reader_are_shown_as_marks(tmp_path
 def test_the_opening_says_size_and_ratio() -> None:
     facts = replace(facts_of(("a", "b")), file_bytes=2_000_000, original_bytes=25_000_000, numbers=6_250_000)
     text = page(facts)
-    assert "holds 6.25 million numbers in 2&nbsp;MB: 12.5 times smaller than in FP32." in text
+    assert "holds 6.25 million weights in 2&nbsp;MB: 12.5 times smaller than in FP32." in text
     assert text.count('class="number"') == 4
-    assert "<dd>2.56</dd>" in text  # bits a number
+    assert "<dd>2.56</dd>" in text  # bits per weight
 
 
 def test_a_file_without_tensors(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""ONNX files that are as small as packed ones and run in any runtime: weights are rebuilt by the graph."""
+"""ONNX files about as small as packed ones that run in any runtime: the graph rebuilds the weights."""
 
 from __future__ import annotations
 

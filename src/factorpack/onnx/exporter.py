@@ -1,4 +1,4 @@
-"""`export`: torch's exporter draws the graph, the packed weights go in."""
+"""`export`: torch's exporter makes the graph, and packed weights replace its initialisers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from torch import Tensor, nn
 from factorpack.errors import PlanError, SourceError
 from factorpack.format.atomic import atomic_write
 from factorpack.format.overwrite import check_output
-from factorpack.onnx.proto import optimised, pack_initialisers, strip_traces
+from factorpack.onnx.proto import optimise, pack_initialisers, strip_traces
 from factorpack.packed import Packed
 
-LEAST_OPSET = 18
-"""The first that can take bits apart, and the first torch's exporter writes."""
-MOST_BYTES = (1 << 31) - 1
-"""What one protocol buffer may be."""
+MIN_OPSET = 18
+"""The first opset with bitwise operators, and the first that torch's exporter writes."""
+MAX_BYTES = (1 << 31) - 1
+"""The size limit of a protocol buffer."""
 _NEEDED = ("onnx", "onnxscript")
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an export made: `rebuilt` names the weights stored packed, `absent` those the graph lacks."""
+    """The result of an export: `rebuilt` names the weights stored packed, `absent` those not in the graph."""
 
     bytes: int
     rebuilt: tuple[str, ...]
@@ -48,32 +48,32 @@ def export(
 ) -> Exported:
     """Writes an ONNX file whose initialisers are the packed codes; the graph rebuilds each weight from them.
 
-    `example` is what the model is called with: a tensor, a tuple of positional arguments or a mapping of
-    named ones. With `dynamic_batch` the first dimension of every tensor in it stays open; give it two
-    samples or more then. The model itself is not changed. Needs `pip install 'factorpack[onnx]'`.
+    `example` is the model's input: a tensor, a tuple of positional arguments or a mapping of keyword
+    arguments. With `dynamic_batch` the first dimension of every tensor in it is dynamic; it then needs two
+    samples or more. The model itself is not changed. Needs `pip install 'factorpack[onnx]'`.
 
     >>> fp.onnx.export(packed, model, torch.zeros(1, 3, 224, 224), "model.onnx")  # doctest: +SKIP
     """
-    _expect_onnx()
-    if opset < LEAST_OPSET:
-        raise PlanError(f"opset is {opset}, allowed are {LEAST_OPSET} and above")
+    _require_onnx()
+    if opset < MIN_OPSET:
+        raise PlanError(f"opset is {opset}, allowed are {MIN_OPSET} and above")
     check_output(Path(path), packed.path)
-    # The decoded weights go along: whatever the graph holds under no name of ours is then right all the same.
+    # With the decoded weights loaded, initialisers that are not replaced below are correct too.
     decoded = packed.load_into(copy.deepcopy(model).cpu()).eval()
-    proto = optimised(_traced(decoded, example, opset, dynamic_batch), packed)
+    proto = optimise(_trace(decoded, example, opset, dynamic_batch), packed)
     strip_traces(proto)
     rebuilt = pack_initialisers(proto, packed)
     size = proto.ByteSize()
-    if size > MOST_BYTES:
-        raise PlanError(f"the ONNX file would be {size} bytes, one holds {MOST_BYTES} at most")
+    if size > MAX_BYTES:
+        raise PlanError(f"the ONNX file would be {size} bytes, allowed are {MAX_BYTES}")
     with atomic_write(Path(path)) as file:
         file.write(proto.SerializeToString())
-    there = {packed.aliases.get(name, name) for name in rebuilt}
+    present = {packed.aliases.get(name, name) for name in rebuilt}
     weights = [name for name, encoded in packed.items() if encoded.kind not in ("keep", "constant")]
-    return Exported(size, rebuilt, tuple(name for name in weights if name not in there))
+    return Exported(size, rebuilt, tuple(name for name in weights if name not in present))
 
 
-def _expect_onnx() -> None:
+def _require_onnx() -> None:
     for name in _NEEDED:
         try:
             importlib.import_module(name)
@@ -84,19 +84,21 @@ def _expect_onnx() -> None:
             ) from error
 
 
-def _traced(model: nn.Module, example: Any, opset: int, dynamic_batch: bool) -> Any:
-    """The model's graph as a ModelProto: every weight stands in it under its own name."""
+def _trace(model: nn.Module, example: Any, opset: int, dynamic_batch: bool) -> Any:
+    """The model's graph as a ModelProto, with every weight under its own name."""
     named = dict(example) if isinstance(example, Mapping) else {}
-    placed = () if named else (example,) if isinstance(example, Tensor) else tuple(example)
-    open_shapes = {name: _open(value) for name, value in named.items()} or tuple(map(_open, placed))
+    positional = () if named else (example,) if isinstance(example, Tensor) else tuple(example)
+    shapes = {name: _batch_axis(value) for name, value in named.items()} or tuple(
+        map(_batch_axis, positional)
+    )
     try:
         with _quiet(), torch.no_grad():
             program = torch.onnx.export(
                 model,
-                placed,
+                positional,
                 kwargs=named,
                 opset_version=opset,
-                dynamic_shapes=open_shapes if dynamic_batch else None,
+                dynamic_shapes=shapes if dynamic_batch else None,
                 dynamo=True,
                 optimize=False,
                 verbose=False,
@@ -107,13 +109,13 @@ def _traced(model: nn.Module, example: Any, opset: int, dynamic_batch: bool) -> 
     return program.model_proto
 
 
-def _open(value: Any) -> dict[int, str] | None:
+def _batch_axis(value: Any) -> dict[int, str] | None:
     return {0: "batch"} if isinstance(value, Tensor) else None
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch's exporter warns of its own insides: what will be deprecated, what is not installed."""
+    """Silences warnings about the exporter's internals: deprecations, optional packages."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

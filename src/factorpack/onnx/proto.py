@@ -1,4 +1,4 @@
-"""Packed weights in an ONNX model: initialisers give way to nodes that rebuild them."""
+"""Packed weights in an ONNX model: initialisers are replaced by nodes that rebuild them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from factorpack.onnx.writers import rebuild, saves
 from factorpack.record import Encoded
 
 _INT4_IR = 10
-"""The version of the file format that opset 21 came with."""
+"""The IR version that introduced opset 21."""
 
 
 def pack_initialisers(model: Any, packed: Mapping[str, Encoded]) -> tuple[str, ...]:
     """Replaces, in a ModelProto, every initialiser that `packed` holds in a smaller form.
 
-    Returns the names that were replaced. The graph goes on using the names it used.
+    Returns the replaced names. The graph uses the same names as before.
     """
     graph = model.graph
     opset = next(each.version for each in model.opset_import if each.domain in ("", "ai.onnx"))
@@ -35,11 +35,11 @@ def pack_initialisers(model: Any, packed: Mapping[str, Encoded]) -> tuple[str, .
     return tuple(replaced)
 
 
-def optimised(model: Any, weights: Container[str]) -> Any:
-    """The same model with constants folded, except those named: they pass as inputs meanwhile.
+def optimise(model: Any, weights: Container[str]) -> Any:
+    """Folds constants, except the named weights, which are presented as inputs meanwhile.
 
-    Folding a norm into a convolution would leave other numbers under the name of a weight, and a file
-    without any folding makes onnxruntime slow: the exporter writes a zero bias as six nodes.
+    Folding a norm into a convolution would change the values under a weight's name, and a file without
+    any folding makes onnxruntime slow: the exporter writes a zero bias as six nodes.
     """
     from onnx.helper import make_tensor_value_info
     from onnxscript.optimizer import optimize
@@ -57,7 +57,7 @@ def optimised(model: Any, weights: Container[str]) -> Any:
 
 
 def strip_traces(model: Any) -> None:
-    """Drops what the exporter notes of every node: stack traces take more room than packed weights."""
+    """Drops the exporter's metadata: its stack traces are larger than packed weights."""
     graph = model.graph
     for holder in (model, graph, *graph.node, *graph.input, *graph.output, *graph.initializer):
         del holder.metadata_props[:]
@@ -65,7 +65,7 @@ def strip_traces(model: Any) -> None:
 
 
 def _fits(found: Any, encoded: Encoded) -> bool:
-    """Whether an initialiser is the tensor of its name as it was, and larger than what rebuilds it."""
+    """Whether an initialiser still has its tensor's shape, and is larger than the nodes that rebuild it."""
     return tuple(found.dims) == encoded.shape and saves(encoded, Type(found.data_type))
 
 
@@ -90,7 +90,7 @@ def _nodes(sketch: Sketch) -> list[Any]:
 
 
 def _set(field: Any, values: Iterable[Any]) -> None:
-    """Makes a repeated field hold these."""
+    """Replaces the contents of a repeated field."""
     kept = list(values)
     del field[:]
     field.extend(kept)

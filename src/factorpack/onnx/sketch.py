@@ -1,4 +1,4 @@
-"""A piece of an ONNX graph as plain data: what rebuilds weights is written and read without onnx installed."""
+"""A part of an ONNX graph as plain data: rebuilding graphs are built and tested without onnx installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INT4_OPSET = 21
 
 
 class Type(IntEnum):
-    """The element types that weights and their parts have, by ONNX's own numbers."""
+    """Element types of weights and their parts, with ONNX's type numbers."""
 
     FLOAT = 1
     UINT8 = 2
@@ -59,7 +59,7 @@ TYPES: dict[torch.dtype, Type] = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An initialiser: its numbers as little-endian bytes, two to a byte where they are 4-bit."""
+    """An initialiser: its elements as little-endian bytes, two per byte if they have 4 bits."""
 
     type: Type
     shape: tuple[int, ...]
@@ -75,7 +75,7 @@ class Node:
 
 
 class Sketch:
-    """Nodes in the order they run in, and the initialisers they read: equal ones are stored once."""
+    """Nodes in execution order, and their initialisers: equal ones are stored once."""
 
     def __init__(self, opset: int, taken: Container[str] = ()) -> None:
         self.opset = opset
@@ -85,12 +85,12 @@ class Sketch:
         self._names: Iterator[str] = (name for name in numbered if name not in taken)
 
     def add(self, operator: str, *inputs: str, **attributes: int | str | tuple[int, ...]) -> str:
-        """The name of what a new node gives."""
+        """Adds a node and returns the name of its output."""
         self.nodes.append(Node(operator, inputs, next(self._names), attributes))
         return self.nodes[-1].output
 
     def give(self, value: str, name: str) -> None:
-        """What was added last is called `name` from now on; what is stored gets `name` as a second one."""
+        """Renames the last node's output to `name`; any other value gets `name` through an Identity node."""
         if not self.nodes or self.nodes[-1].output != value:
             self.add("Identity", value)
         self.nodes[-1] = replace(self.nodes[-1], output=name)
@@ -99,18 +99,18 @@ class Sketch:
         return self._store(TYPES[values.dtype], tuple(values.shape), _bytes(values))
 
     def _store(self, kind: Type, shape: tuple[int, ...], data: bytes) -> str:
-        wanted = Stored(kind, shape, data)
-        if wanted not in self.stored:
-            self.stored[wanted] = next(self._names)
-        return self.stored[wanted]
+        initialiser = Stored(kind, shape, data)
+        if initialiser not in self.stored:
+            self.stored[initialiser] = next(self._names)
+        return self.stored[initialiser]
 
     def numbers(self, values: Tensor) -> str:
-        """Floats in FP32, stored in the type they have."""
+        """Floats stored in their own type, cast to FP32 in the graph."""
         name = self.store(values)
         return name if values.dtype == torch.float32 else self.add("Cast", name, to=Type.FLOAT)
 
     def codes(self, codes: Tensor) -> str:
-        """A matrix of integer codes as FP32 numbers, in about as few bits as codes of fixed widths take."""
+        """A matrix of integer codes as FP32 values, stored in about as few bits as fixed widths allow."""
         parted = split(codes)
         if parted is None:
             return self._one_width(codes)
@@ -125,7 +125,7 @@ class Sketch:
         return self.reshape(value, tuple(codes.shape))
 
     def _groups(self, groups: Sequence[tuple[Tensor, Tensor]]) -> str:
-        """Rows in groups of one width each, put in order again."""
+        """Concatenates groups of rows of one width each, and restores the rows' order."""
         if len(groups) == 1:
             return self._one_width(groups[0][1])
         together = self.add("Concat", *(self._one_width(codes) for _, codes in groups), axis=0)
@@ -133,16 +133,16 @@ class Sketch:
         return self.add("Gather", together, self.store(order), axis=0)
 
     def _positions(self, positions: Tensor) -> str:
-        """Ascending numbers, stored as the distances between them."""
+        """Ascending positions, stored as the differences between them."""
         gaps = torch.diff(positions, prepend=positions.new_zeros(1)).to(torch.int32)
-        whole = self.add("Cast", self.codes(gaps[None]), to=Type.INT32)
+        integers = self.add("Cast", self.codes(gaps[None]), to=Type.INT32)
         axis = self.store(torch.tensor(0, dtype=torch.int64))
-        return self.add("CumSum", self.reshape(whole, (-1,)), axis)
+        return self.add("CumSum", self.reshape(integers, (-1,)), axis)
 
     def _one_width(self, codes: Tensor) -> str:
         """Codes in as many bits as the widest of them needs.
 
-        4, 8 and 16 bits are types of their own. Any other width becomes planes, one a bit.
+        ONNX has types of 4, 8 and 16 bits. Any other width is stored as bit planes.
         """
         width = code_width(int(codes.min()), int(codes.max()))
         if width == 4 and self.opset >= INT4_OPSET:
@@ -169,7 +169,7 @@ class Sketch:
         return self.add("Reshape", value, self.store(torch.tensor(shape, dtype=torch.int64)))
 
     def first(self, flat: str, count: int, wanted: int) -> str:
-        """The first `wanted` of `count` numbers."""
+        """The first `wanted` of `count` elements."""
         if count == wanted:
             return flat
         start, end = (self.store(torch.tensor([place], dtype=torch.int64)) for place in (0, wanted))
@@ -188,7 +188,7 @@ def bit_planes(codes: Tensor, width: int) -> Tensor:
 
 
 def nibbles(codes: Tensor) -> bytes:
-    """4-bit codes two to a byte, the first in the low half.
+    """4-bit codes, two per byte, the first in the low half.
 
     >>> nibbles(torch.tensor([1, -1, 2], dtype=torch.int8)).hex()
     'f102'

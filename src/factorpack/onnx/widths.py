@@ -1,4 +1,4 @@
-"""Widths for codes that no entropy coder packs: one a row, and the few codes that are wider apart from them."""
+"""Bit widths for codes stored without entropy coding: one per row, and the few wider codes separately."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import torch
 from torch import Tensor
 
 _WIDE_BITS = 20
-"""About what a code apart takes: itself, and its distance from the one before."""
+"""Approximate bits of a separately stored code: its value, and its distance from the previous one."""
 _ROW_BITS = 32
-"""A row's place, where rows are stored in the order of their widths."""
+"""A row's index, when rows are stored in order of width."""
 _NODE_BITS = 8 * 400
-"""The nodes that put another group of rows in place, or the codes apart."""
-MOST_CODES = 1 << 24
-"""FP32 counts no further in ones, and distances pass through it."""
+"""The nodes that put a group of rows, or the separate codes, in place."""
+MAX_CODES = 1 << 24
+"""FP32 represents integers exactly only up to here, and distances pass through it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
-    """Rows by the width they are stored in, and where in the flat matrix codes are wider than their row."""
+    """Rows by stored width, and the flat positions of codes wider than their row."""
 
     rows: Mapping[int, Tensor]
     wide: Tensor
 
 
 def split(codes: Tensor) -> Split | None:
-    """The split of a matrix of codes that takes least; None where one width for all takes no more.
+    """The split of a matrix of codes that takes the fewest bits; None if one width for all is as good.
 
     >>> found = split(torch.tensor([[300, -300] * 5000, [1, 0] * 4999 + [9, 9]]))
     >>> {width: rows.tolist() for width, rows in found.rows.items()}, len(found.wide)
     ({2: [1], 10: [0]}, 2)
     """
-    if codes.numel() >= MOST_CODES:
+    if codes.numel() >= MAX_CODES:
         return None
     height, length = codes.shape
     widths = code_widths(codes)

@@ -1,8 +1,8 @@
-"""Facts -> one page that needs nothing but a browser: no network, no framework, no code from the file.
+"""Facts -> one page that needs only a browser: no network, no framework, no code from the file.
 
-Names in a packed file are whatever its writer chose. They reach the page in two ways only: escaped into
-the opening sentence, and as JSON in a block that browsers do not run, whose strings the page's own script
-sets as text. The policy in the page's head allows that one script and that one style, by their hashes.
+Names in a packed file are whatever its writer chose. They reach the page in only two ways: escaped in the
+opening sentence, and as JSON in a block that browsers do not execute, whose strings the page's own script
+sets as text. The policy in the page's head allows only that script and that style, by their hashes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from factorpack.report.text import human_bytes
 
 SCRIPTS = ("dom", "tooltip", "treemap", "streams", "layer", "chart", "curves", "pareto", "table", "main")
 _DIGITS = 6
-"""Of a number that is not whole: more than anyone reads, fewer than doubles print."""
+"""Significant digits of floats: more than anyone reads, fewer than doubles print."""
 
 
 def write_page(facts: Facts, path: Path) -> int:
-    """Writes the page, which appears under its name only when it is whole; returns its bytes."""
+    """Writes the page atomically; returns its size in bytes."""
     text = page(facts).encode()
     with atomic_write(path) as file:
         file.write(text)
@@ -51,7 +51,7 @@ def page(facts: Facts) -> str:
         sentence=sentence(facts),
         numbers="\n".join(
             f'<div class="number"><dt>{label}</dt><dd>{value}</dd><dd class="aside">{aside}</dd></div>'
-            for label, value, aside in big_numbers(facts)
+            for label, value, aside in key_figures(facts)
         ),
         style=style,
         script=script,
@@ -60,34 +60,34 @@ def page(facts: Facts) -> str:
 
 
 def sentence(facts: Facts) -> str:
-    """What the file is, in one sentence of HTML."""
+    """A one-sentence summary of the file, as HTML."""
     name = escape(facts.file).replace(".", ".<wbr>")
     return (
-        f'<strong class="file">{name}</strong> holds {_count(facts.numbers)} numbers in '
+        f'<strong class="file">{name}</strong> holds {_count(facts.numbers)} weights in '
         f"{human_bytes(facts.file_bytes).replace(' ', '&nbsp;')}: {facts.ratio:.3g} times smaller than in FP32."
     )
 
 
-def big_numbers(facts: Facts) -> list[tuple[str, str, str]]:
-    """Four numbers to remember: what it is, the number, and what to hold it against."""
+def key_figures(facts: Facts) -> list[tuple[str, str, str]]:
+    """Four key figures, each with its label, value and a reference to compare it with."""
     coded = sum(tensor.kind != "keep" for tensor in facts.tensors)
     if facts.error is not None:
-        last = ("weight error", f"{facts.error:.2%}".replace("%", " %"), "of the coded weights, in norm")
+        last = ("weight error", f"{facts.error:.2%}".replace("%", " %"), "relative norm, coded weights")
     else:
         last = ("tensors", f"{len(facts.tensors):,}", f"{coded:,} coded, the others kept")
     smaller = f"{facts.file_bytes:,} bytes"
     if facts.source_bytes != facts.original_bytes:
-        smaller = f"{facts.source_bytes / facts.file_bytes:.3g} times than the checkpoint's own types"
+        smaller = f"{facts.source_bytes / facts.file_bytes:.3g} times smaller than the checkpoint's own types"
     return [
         ("on disk", human_bytes(facts.file_bytes), f"{human_bytes(facts.original_bytes)} in FP32"),
         ("times smaller", f"{facts.ratio:.2f}", smaller),
-        ("bits a number", f"{facts.bits:.2f}", "headers and all, 32 before"),
+        ("bits per weight", f"{facts.bits:.2f}", "headers included, 32 before"),
         last,
     ]
 
 
 def as_data(value: Any) -> str:
-    """JSON that no browser mistakes for markup, whatever its strings are.
+    """JSON that no browser mistakes for markup, whatever strings it holds.
 
     >>> as_data({"name": "</script><b>"})
     '{"name":"\\\\u003c/script\\\\u003e\\\\u003cb\\\\u003e"}'
@@ -103,7 +103,7 @@ def _document(facts: Facts) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """The same with short numbers; JSON has no word for those that are not finite."""
+    """The same with rounded floats; JSON cannot represent non-finite ones, which become null."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):

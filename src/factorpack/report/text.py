@@ -11,19 +11,19 @@ from factorpack.size import SizeReport
 
 
 def printable(text: str) -> str:
-    """Text from a file without the codes that would steer a terminal."""
+    """Text from a file, without control codes that a terminal would obey."""
     return "".join(
         letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text
     )
 
 
 def plain(text: str) -> str:
-    """Text from a file, safe in a table: names may hold markup, too."""
+    """Text from a file, safe in a table, where names may contain markup too."""
     return escape(printable(text))
 
 
 def human_bytes(count: float) -> str:
-    """Bytes in decimal units, as disks and networks count them.
+    """Bytes in decimal units, as for disks and networks.
 
     >>> human_bytes(2_447_117)
     '2.45 MB'
@@ -36,7 +36,7 @@ def human_bytes(count: float) -> str:
 
 
 def size_table(report: SizeReport, top: int | None = None) -> Table:
-    """One line a tensor, the largest first where only the `top` ones are wanted."""
+    """One line per tensor; with `top`, only the largest ones, largest first."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in ("tensor", "shape", "encoding"):
         table.add_column(heading, overflow="fold")
@@ -54,7 +54,7 @@ def size_table(report: SizeReport, top: int | None = None) -> Table:
 
 
 def size_json(report: SizeReport) -> dict[str, Any]:
-    """What `inspect --json` prints."""
+    """The output of `inspect --json`."""
     return {
         "file_bytes": report.file_bytes,
         "file_ratio": report.file_ratio,

@@ -1,4 +1,4 @@
-// Axes and scales, drawn at the size they are seen in so that letters keep theirs.
+// Axes and scales, drawn at display size so that text keeps its size.
 
 function linearTicks(from, to, count) {
   const rough = (to - from) / count;
@@ -26,7 +26,7 @@ function scale({ from, to, log }, start, end) {
   return (value) => start + ((bend(value) - low) / (high - low || 1)) * (end - start);
 }
 
-// Replaces what is in the box. Returns {svg, x, y, inside}: scales to pixels, and the frame they fill.
+// Replaces the box's content. Returns {svg, x, y, inside}: the scales to pixels, and the plot's frame.
 function chart(box, { label, x, y, left = 52 }) {
   const [width, height] = [box.clientWidth, box.clientHeight];
   const inside = { left, right: width - 12, top: y.title ? 26 : 8, bottom: height - (x.title ? 42 : 24) };
@@ -58,7 +58,7 @@ function path(points) {
   return points.map(([x, y], place) => `${place ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("");
 }
 
-// Which of some places {x, y} is nearest to the pointer, as far as `reach` pixels; else null.
+// The point {x, y} nearest to the pointer within `reach` pixels, or null.
 function nearest(picture, event, places, reach) {
   const box = picture.getBoundingClientRect();
   let best = null;
@@ -70,7 +70,7 @@ function nearest(picture, event, places, reach) {
   return best;
 }
 
-// Pointer, focus and keys on points of a picture: `choose` marks one (or none), `open` is for a click on it.
+// Pointer, focus and keys on a chart's points: `choose` highlights one (or none), `open` handles a click.
 function explorable(picture, setItems, places, { content, choose, open }) {
   picture.classList.add("nearest");
   const over = (event) => {

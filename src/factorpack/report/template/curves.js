@@ -1,4 +1,4 @@
-// Rate-distortion curves of all weights in one picture, and where the file stands on each.
+// Rate-distortion curves of all weights in one chart, and the file's point on each.
 
 function curves(select) {
   if (!facts.curves.length) return;
@@ -13,8 +13,8 @@ function curves(select) {
   whenSized(box, (width) => {
     const across = linearTicks(0, widest, width < 500 ? 5 : 9);
     const plot = chart(box, {
-      label: "Loss against bits a number, a line a weight. Arrow keys move along the weights.",
-      x: { from: 0, to: widest * 1.02, ticks: across, format: threeDigits, title: "bits a number" },
+      label: "Loss against bits per weight, one line per tensor. Arrow keys move along the tensors.",
+      x: { from: 0, to: widest * 1.02, ticks: across, format: threeDigits, title: "bits per weight" },
       y: { from: floor, to: most, log: true, ticks: logTicks(floor, most, 8), format: shortPower, title: "loss" },
     });
     const lines = svg("g");
@@ -30,7 +30,7 @@ function curves(select) {
     explorable(plot.svg, setItems, places, {
       content: ({ curve }) => [
         curve.name,
-        [["bits a number", threeDigits(curve.here)], ["loss", threeDigits(curve.loss_here)]],
+        [["bits per weight", threeDigits(curve.here)], ["loss", threeDigits(curve.loss_here)]],
       ],
       choose: (chosen) => {
         for (const place of places) {

@@ -1,4 +1,4 @@
-// Elements, words for numbers, and keys: what every part of the page shares.
+// Elements, number formatting and keyboard navigation, shared by all parts of the page.
 
 const facts = JSON.parse(document.getElementById("facts").textContent);
 const SVG = "http://www.w3.org/2000/svg";
@@ -9,18 +9,18 @@ function byId(id) {
 }
 
 // Text is always set as text: names come from files of unknown origin.
-function filled(element, attributes, children) {
+function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
   element.append(...children.filter((child) => child !== null));
   return element;
 }
 
 function el(tag, attributes = {}, ...children) {
-  return filled(document.createElement(tag), attributes, children);
+  return fill(document.createElement(tag), attributes, children);
 }
 
 function svg(tag, attributes = {}, ...children) {
-  return filled(document.createElementNS(SVG, tag), attributes, children);
+  return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
 function swatch(colour) {
@@ -29,7 +29,7 @@ function swatch(colour) {
   return mark;
 }
 
-// A colour a key, in order; more keys than colours start over.
+// One colour per key, in order; with more keys than colours, colours repeat.
 function coloured(keys, colours) {
   return Object.fromEntries(keys.map((key, place) => [key, colours[place % colours.length]]));
 }
@@ -65,7 +65,7 @@ function percent(share) {
   return `${amount.toFixed(amount < 1 ? 2 : amount < 99.95 ? 1 : 0)} %`;
 }
 
-// Calls `draw` with the element's width and height now, and again whenever the width changes.
+// Calls `draw` with the element's width and height, now and whenever the width changes.
 function whenSized(element, draw) {
   let last = 0;
   new ResizeObserver(() => {
@@ -74,7 +74,7 @@ function whenSized(element, draw) {
   }).observe(element);
 }
 
-// One stop for the tab key in a container, arrow keys between its items. Returns what sets the items.
+// Makes a container one tab stop with arrow keys between its items. Returns a function that sets the items.
 function rover(container) {
   const steps = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -Infinity, End: Infinity };
   let items = [];

@@ -1,13 +1,13 @@
-// One tensor in words, its streams, and how its errors lie.
+// One tensor: a description, its streams, and a histogram of its errors.
 
 function showLayer(tensor) {
-  const shape = tensor.shape.length ? tensor.shape.join(" × ") : "one number";
+  const shape = tensor.shape.length ? tensor.shape.join(" × ") : "scalar";
   const rows = [
     ["shape", shape],
     ["in FP32", inBytes(tensor.original_bytes)],
     ["in the file", inBytes(tensor.bytes)],
     ["times smaller", tensor.bytes ? threeDigits(tensor.original_bytes / tensor.bytes) : "-"],
-    ["bits a number", threeDigits(tensor.bits)],
+    ["bits per weight", threeDigits(tensor.bits)],
   ];
   if (tensor.error !== null) rows.push(["weight error", percent(tensor.error)]);
   if (tensor.largest_error !== null) rows.push(["largest error", threeDigits(tensor.largest_error)]);
@@ -46,8 +46,8 @@ function histogram(tensor) {
   whenSized(box, () => {
     const end = (half + 0.5) * width;
     const plot = chart(box, {
-      label: `Histogram of errors: ${percent(counts[half] / sum)} lie within a twentieth of the weight's deviation`,
-      x: { from: -end, to: end, ticks: [-1, -0.5, 0, 0.5, 1], format: String, title: "in deviations of the weight" },
+      label: `Histogram of errors: ${percent(counts[half] / sum)} are within 1/20 of the weight's standard deviation`,
+      x: { from: -end, to: end, ticks: [-1, -0.5, 0, 0.5, 1], format: String, title: "in standard deviations" },
       y: { from: 0, to: Math.max(...counts), ticks: [], format: String },
       left: 8,
     });
@@ -63,9 +63,9 @@ function histogram(tensor) {
       });
       const edge = place === 0 || place === counts.length - 1;
       const title = edge ? `beyond ${(half * width - width / 2).toFixed(2)}` : `around ${middle.toFixed(2)}`;
-      const pairs = [["numbers", grouped(count)], ["share", percent(count / sum)]];
+      const pairs = [["weights", grouped(count)], ["share", percent(count / sum)]];
       plot.svg.append(withTip(bar, () => [`error ${title}`, pairs]));
     });
   });
-  return [el("h4", {}, "Errors of its numbers"), box];
+  return [el("h4", {}, "Errors of its weights"), box];
 }

@@ -1,4 +1,4 @@
-// Puts the parts together.
+// Assembles the page.
 
 function themeToggle() {
   const button = byId("theme");
@@ -21,7 +21,7 @@ function largestGroups() {
   for (const tensor of facts.tensors) sums.set(tensor.group, (sums.get(tensor.group) ?? 0) + tensor.bytes);
   const [[name, bytes]] = [...sums].sort((a, b) => b[1] - a[1]);
   const parts = sums.size === 1 ? "" : ` The largest part, ${name}, takes ${percent(bytes / facts.file_bytes)}.`;
-  const tied = facts.aliases ? ` ${facts.aliases} more names stand for tensors that are tied.` : "";
+  const tied = facts.aliases ? ` ${facts.aliases} more names refer to tied tensors.` : "";
   return `${grouped(facts.tensors.length)} tensors; a tile's area is its bytes in the file.${parts}${tied}`;
 }
 

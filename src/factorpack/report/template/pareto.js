@@ -1,8 +1,8 @@
-// Accuracy against bytes, a colour and a mark a method; the legend leaves methods out.
+// Accuracy against bytes, one colour and marker per method; the legend toggles methods.
 
 const LINE_COLOURS = ["blue", "orange", "green", "violet", "pink", "teal", "grey"];
-const CLOSE = 0.1; // of right answers: a file that loses more than this is of little use
-const LEAST_ERROR = 1e-9; // where a logarithm starts: a file that keeps every weight has no error at all
+const CLOSE = 0.1; // in accuracy: a file that loses more than this is of little use
+const LEAST_ERROR = 1e-9; // start of the log axis: a lossless file has no error at all
 const MARKS = ["circle", "square", "up", "diamond", "down"];
 
 function markAt(shape, x, y, size) {
@@ -40,8 +40,8 @@ function paretoCard(comparison) {
   });
   const scored = comparison.measure === "top-1";
   const words = scored
-    ? "Up is more accurate, left is smaller. Choose a method to leave it out."
-    : "Down is closer to the weights, left is smaller: no accuracy was measured. Choose a method to leave it out.";
+    ? "Higher is more accurate, left is smaller. Click a method to hide it."
+    : "Lower is closer to the weights, left is smaller: accuracy was not measured. Click a method to hide it.";
   whenSized(box, draw);
   const items = buttons.map((button) => el("li", {}, button));
   const legend = el("ul", { class: "legend", "aria-label": "Methods" }, ...items);
@@ -50,7 +50,7 @@ function paretoCard(comparison) {
   return el("div", { class: "card pareto" }, el("h3", {}, comparison.title), lead, views, box, legend);
 }
 
-// Seven colours, and another mark for each round of them.
+// Seven colours, with another marker each time they repeat.
 function lookOf(place) {
   const round = Math.floor(place / LINE_COLOURS.length);
   return {
@@ -60,7 +60,7 @@ function lookOf(place) {
   };
 }
 
-// Whether the top of the picture is worth a view of its own: some points are close to the original, some far.
+// Whether to offer a closer view of the top: some points are close to the original, some far.
 function closeViews({ original, points }) {
   if (original === null) return false;
   const close = points.filter((point) => point.value > original - CLOSE).length;
@@ -103,7 +103,7 @@ function paretoAxes(comparison, near, width) {
     return [x, { ...y, ticks: linearTicks(y.from, y.to, 6), format: (value) => `${threeDigits(100 * value)} %` }];
   }
   const y = { from: Math.max(low, LEAST_ERROR) / 1.3, to: Math.max(high, LEAST_ERROR) * 1.3, log: true };
-  return [x, { ...y, ticks: logTicks(y.from, y.to, 6), format: shortPower, title: "squared weight error over energy" }];
+  return [x, { ...y, ticks: logTicks(y.from, y.to, 6), format: shortPower, title: "relative squared weight error" }];
 }
 
 function drawPareto(box, setItems, comparison, looks, shown) {
@@ -139,7 +139,7 @@ function drawPareto(box, setItems, comparison, looks, shown) {
   });
 }
 
-// A group whose lines end at the frame of the plot.
+// A group clipped to the frame of the plot.
 function clipped({ svg: picture, inside }) {
   const id = `frame-${document.querySelectorAll("clipPath").length}`;
   const [width, height] = [inside.right - inside.left + 8, inside.bottom - inside.top + 8];
@@ -159,7 +159,7 @@ function pointPairs(point, comparison) {
   ];
 }
 
-// The original's score as a line across, and this file's size as a line down where it is the same model's.
+// The original's score as a horizontal line, and this file's size as a vertical one if it is the same model.
 function references(plot, comparison, x) {
   const { left, right, top, bottom } = plot.inside;
   if (comparison.original !== null) {

@@ -1,4 +1,4 @@
-// Bytes by stream: one bar for the file, and small ones for tensors.
+// Bytes by stream: one bar for the file, and a small one for each tensor.
 
 const ITEM_COLOURS = coloured(
   Object.keys(facts.items), ["blue", "violet", "orange", "teal", "pink", "green", "grey"],
@@ -27,7 +27,7 @@ function streams() {
   }
 }
 
-// A bar of a tensor's streams, as long as its bytes beside the largest tensor's.
+// A bar of a tensor's streams, with a length relative to the largest tensor.
 function streamBar(tensor, largest) {
   const bar = el("i");
   let from = 0;

@@ -1,4 +1,4 @@
-// Every tensor in a row: a heading sorts, words filter.
+// One row per tensor; headings sort, and the filter matches words.
 
 const largestBytes = ends(facts.tensors.map((tensor) => tensor.bytes))[1];
 const order = new Intl.Collator("en", { numeric: true });
@@ -8,7 +8,7 @@ const bytesOf = (tensor) => tensor.bytes;
 const zeros = { value: (tensor) => tensor.zeros, show: (tensor) => `${Math.round(100 * tensor.zeros)} %` };
 const error = { value: (tensor) => tensor.error, show: (tensor) => percent(tensor.error) };
 
-// `value` sorts; `show` makes what a cell holds. What has no value has an empty cell.
+// `value` sorts; `show` makes a cell's content. A tensor without a value has an empty cell.
 const COLUMNS = [
   { title: "tensor", value: (tensor) => tensor.name },
   { title: "bytes", class: "figure", value: bytesOf, show: (tensor) => grouped(tensor.bytes) },
@@ -54,7 +54,7 @@ function rowOf(tensor, select) {
   return row;
 }
 
-// Numbers by size, words by the alphabet; what has no value comes last either way.
+// Numbers by size, words alphabetically; missing values come last either way.
 function comparing(value, direction) {
   return (a, b) => {
     const [left, right] = [value(a), value(b)];
@@ -72,7 +72,7 @@ function table(select) {
   );
   const setItems = rover(body);
   const filter = byId("filter");
-  const nothing = el("tr", {}, el("td", { class: "empty", colspan: COLUMNS.length }, "No tensor has all these words."));
+  const nothing = el("tr", {}, el("td", { class: "empty", colspan: COLUMNS.length }, "No tensor matches all these words."));
   let sorted = [...facts.tensors];
 
   function show() {

@@ -1,9 +1,9 @@
-// One tooltip for the page: under the pointer, or beside what has the focus. Escape hides it.
+// One tooltip for the page: under the pointer, or beside the focused element. Escape hides it.
 
 const tip = byId("tip");
 const tipped = new WeakMap();
 
-// `content` makes [title, [[label, value], ...]] when it is wanted.
+// `content` returns [title, [[label, value], ...]] on demand.
 function withTip(element, content) {
   tipped.set(element, content);
   return element;

@@ -1,11 +1,11 @@
-// Tensors as tiles: area is bytes, neighbours belong to the same part of the model.
+// Tensors as tiles: area shows bytes, and neighbours belong to the same part of the model.
 
 const KIND_COLOURS = coloured(
   Object.keys(facts.kinds), ["blue", "teal", "green", "orange", "violet", "grey", "pink"],
 );
-const LEAST_AREA = 90; // in pixels; what would be smaller is drawn together
+const LEAST_AREA = 90; // in pixels; smaller tensors share a tile
 
-// Rectangles of these areas, largest first, that fill the box and are as square as rows of them can be.
+// Rectangles of these areas, largest first, that fill the box in rows and are as square as possible.
 function squarify(sizes, box) {
   let { x, y, width, height } = box;
   const scale = (width * height) / sizes.reduce((sum, size) => sum + size, 0);
@@ -43,7 +43,7 @@ function total(tensors) {
   return tensors.reduce((sum, tensor) => sum + tensor.bytes, 0);
 }
 
-// [{name, tensors, small}], largest first; what has no room for a tile of its own is in `small`.
+// [{name, tensors, small}], largest first; tensors too small for their own tile are in `small`.
 function treemapGroups(area) {
   const least = (LEAST_AREA / area) * facts.file_bytes;
   const byName = new Map();
@@ -72,7 +72,7 @@ function tensorTip(tensor) {
   const pairs = [
     [facts.kinds[tensor.kind], tensor.words],
     ["in the file", `${inBytes(tensor.bytes)}, ${percent(tensor.bytes / facts.file_bytes)}`],
-    ["bits a number", threeDigits(tensor.bits)],
+    ["bits per weight", threeDigits(tensor.bits)],
   ];
   if (tensor.error !== null) pairs.push(["error", percent(tensor.error)]);
   return [tensor.name, pairs];
@@ -116,7 +116,7 @@ function treemap(select, filter) {
     const groups = treemapGroups(width * height);
     squarify(groups.map(groupBytes), { x: 0, y: 0, width, height }).forEach((rectangle, place) => {
       const group = groups[place];
-      // A white line of 3 pixels between groups, of 1 between tiles of a group.
+      // A white line of 3 pixels between groups, and of 1 pixel between tiles of a group.
       const [wide, high] = [Math.max(rectangle.width - 2, 1), Math.max(rectangle.height - 2, 1)];
       const small = total(group.small);
       const sizes = group.tensors.map((tensor) => tensor.bytes);
@@ -162,11 +162,11 @@ function arrange(tile, { x, y, width, height }, [group, name, amount]) {
   tile.append(...lines);
 }
 
-// The choice of what colours mean, with its legend. Returns tensor -> colour.
+// Buttons that choose what colours mean, and their legend. Returns tensor -> colour.
 function colouring(changed) {
   const coded = facts.tensors.filter((tensor) => tensor.kind !== "keep" && tensor.kind !== "constant");
   const ways = { kind: kindColours() };
-  if (coded.length) ways["bits a number"] = scaleColours(coded, (tensor) => tensor.bits, threeDigits);
+  if (coded.length) ways["bits per weight"] = scaleColours(coded, (tensor) => tensor.bits, threeDigits);
   if (coded.some((tensor) => tensor.error !== null))
     ways.error = scaleColours(coded, (tensor) => tensor.error, percent);
   let current = ways.kind;
