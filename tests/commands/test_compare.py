@@ -87,7 +87,7 @@ def test_workers_of_their_own_make_the_same_points(
     assert found["alone"] == found["spread"]
     assert found["alone"][1]
     with monkeypatch.context() as patched:
-        patched.setattr(Grid, "_made", lambda *_: pytest.fail("a worker has made it"))
+        patched.setattr(Grid, "_compute_point", lambda *_: pytest.fail("a worker has made it"))
         ok(*arguments(checkpoint, tmp_path / "spread", *measure))
 
 
@@ -114,7 +114,7 @@ def test_two_comparisons_do_not_share_a_folder(checkpoint: Path, tmp_path: Path)
         ("--ratios", "4,many", "expected numbers with commas"),
         ("--methods", "gzip", "unknown method 'gzip'"),
         ("--engine", "dask", "unknown engine 'dask'"),
-        ("--epochs", 2, "say where they are with --data"),
+        ("--epochs", 2, "give their folder with --data"),
     ],
 )
 def test_what_cannot_be_compared(

@@ -147,5 +147,5 @@ def test_pictures_are_spread_over_all_there_are(folder: Path, tmp_path: Path) ->
     assert every.shape[1:] == (3, SIDE, SIDE)
     assert torch.equal(few, every[[0, len(every) // 2]])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SourceError, match="holds no pictures"):
+    with pytest.raises(SourceError, match="holds no images"):
         list(unlabelled(tmp_path / "empty", 4, SIDE))

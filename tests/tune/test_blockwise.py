@@ -239,7 +239,9 @@ def test_blocks_that_are_named() -> None:
         blocks_of(net, images(2, seed=0), weights_of(net), ["stage9"])
     two = TwoInputs()
     for name in ("unit", "twice"):
-        with pytest.raises(fp.SourceError, match=f"block '{name}' is not run once, on one tensor"):
+        with pytest.raises(
+            fp.SourceError, match=f"block '{name}' does not run exactly once with one tensor in"
+        ):
             blocks_of(two, torch.zeros(2, 8), weights_of(two), [name])
 
 

@@ -74,7 +74,7 @@ def test_a_folder_without_pictures(tmp_path: Path, content: str) -> None:
         (tmp_path / "cat").mkdir()
     if content == "a class of texts":
         (tmp_path / "cat" / "cat.txt").write_text("meow")
-    with pytest.raises(SourceError, match=f"{tmp_path.name} holds no class folders with pictures"):
+    with pytest.raises(SourceError, match=f"{tmp_path.name} holds no class folders with images"):
         ImageFolder(tmp_path)
 
 
@@ -192,7 +192,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, case: str, augment: bool) 
     path = tmp_path / "cat" / "broken.png"
     path.parent.mkdir()
     path.write_bytes(NO_PICTURES[case])
-    with pytest.raises(SourceError, match=r"cat/broken\.png is not a picture that can be read"):
+    with pytest.raises(SourceError, match=r"cat/broken\.png cannot be read as an image"):
         ImageFolder(tmp_path, side=8, augment=augment)[0]
 
 
@@ -200,7 +200,7 @@ def test_a_broken_picture_is_named_by_a_worker_too(tmp_path: Path) -> None:
     picture(tmp_path / "cat" / "0.png")
     (tmp_path / "cat" / "1.png").write_bytes(b"meow")
     batches = loader(ImageFolder(tmp_path, side=8), batch_size=2, workers=1)
-    with pytest.raises(SourceError, match=r"cat/1\.png is not a picture that can be read"):
+    with pytest.raises(SourceError, match=r"cat/1\.png cannot be read as an image"):
         list(batches)
 
 
@@ -215,7 +215,7 @@ def test_training_drops_the_last_batch_and_evaluation_does_not(tmp_path: Path) -
     assert [len(labels) for _, labels in loader(folder, 3, 0, shuffle=True)] == [3, 3]
     inputs, labels = next(iter(loader(folder, 7, 0, shuffle=True)))
     assert (tuple(inputs.shape), labels.tolist()) == ((7, 3, 8, 8), [0] * 7)
-    with pytest.raises(SourceError, match="7 pictures do not fill a batch of 8"):
+    with pytest.raises(SourceError, match="7 images do not fill a batch of 8"):
         loader(folder, 8, 0, shuffle=True)
 
 
@@ -223,13 +223,13 @@ def test_numbers_that_would_stop_the_machine_are_refused(tmp_path: Path) -> None
     (tmp_path / "a").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "a" / "x.png")
     for side in (0, -3, 10**6):
-        with pytest.raises(PlanError, match=f"the side of pictures is {side}, allowed are 1 to 4096"):
+        with pytest.raises(PlanError, match=f"the image size is {side}, allowed are 1 to 4096"):
             ImageFolder(tmp_path, side)
-        with pytest.raises(PlanError, match="the side of pictures"):
+        with pytest.raises(PlanError, match="the image size"):
             next(unlabelled(tmp_path, 1, side))
     pictures = ImageFolder(tmp_path, 8)
     for workers in (-1, 10**6):
-        with pytest.raises(PlanError, match=r"reading processes is .*, allowed are 0 to 64"):
+        with pytest.raises(PlanError, match=r"loading processes is .*, allowed are 0 to 64"):
             loader(pictures, 1, workers)
-    with pytest.raises(PlanError, match="a batch of 0 pictures"):
+    with pytest.raises(PlanError, match="a batch of 0 images"):
         loader(pictures, 0, 0)

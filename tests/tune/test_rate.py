@@ -15,7 +15,7 @@ from factorpack.decoding import decode
 from factorpack.quantize.uniform import code_range
 from factorpack.tune.rate import LengthTable, RateTerm, fit_table
 from factorpack.tune.trainable import QuantizedRows
-from factorpack.tune.trim import trim, without_dead_rows
+from factorpack.tune.trim import remove_dead_rows, trim
 from tests.helpers import assert_close, assert_same_encoded, assert_same_tensor, seeded
 
 
@@ -246,7 +246,7 @@ def test_dead_rows_are_removed(scales: str, dead: list[int]) -> None:
     latent = encoded.parts["latent"].clone()
     latent[dead] = 0
     encoded = replace(encoded, parts={**encoded.parts, "latent": latent})
-    found = without_dead_rows(encoded)
+    found = remove_dead_rows(encoded)
     if not dead:
         assert_same_encoded(found, encoded)
         return
@@ -270,7 +270,7 @@ def test_columns_of_zeros_go_as_rows_do() -> None:
     codebook = encoded.parts["codebook"].clone()
     codebook[:, 3] = 0
     encoded = replace(encoded, parts={**encoded.parts, "codebook": codebook})
-    found = without_dead_rows(encoded)
+    found = remove_dead_rows(encoded)
     assert found.parts["codebook"].shape == (16, 8)
     assert_close(decode(found), decode(encoded))
 
@@ -278,4 +278,4 @@ def test_columns_of_zeros_go_as_rows_do() -> None:
 @pytest.mark.parametrize("method", [fp.Scalar(4), fp.Keep()])
 def test_other_kinds_have_no_such_rows(method: fp.Scalar | fp.Keep) -> None:
     encoded = method.encode(torch.zeros(8, 8))
-    assert without_dead_rows(encoded) is encoded
+    assert remove_dead_rows(encoded) is encoded

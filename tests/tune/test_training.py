@@ -331,7 +331,7 @@ def test_data_that_are_no_numbers(
     checkpoint = tmp_path / "run"
     settings: dict[str, Any] = {"checkpoint": checkpoint, "checkpoint_every": every}
     with pytest.raises(
-        fp.SourceError, match=r"the loss is (nan|inf) by step \d: lower the learning rate, or"
+        fp.SourceError, match=r"the loss is (nan|inf) at step \d: lower the learning rate, or"
     ):
         tune(batches=spoilt, **settings)
     assert checkpoint.exists() == (kept is not None)
@@ -421,7 +421,7 @@ def test_a_checkpoint_of_another_run(tmp_path: Path, case: str) -> None:
     tune(checkpoint=checkpoint)
     stored = checkpoint.read_bytes()
     with pytest.raises(
-        fp.SourceError, match=r"run belongs to another run .* remove it to start anew"
+        fp.SourceError, match=r"run belongs to another run .* remove it to start over"
     ) as caught:
         tune(checkpoint=checkpoint, **UNLIKE[case])
     assert str(checkpoint) in str(caught.value)

@@ -1,4 +1,4 @@
-"""Training a packed model: end to end, or block by block with a few inputs."""
+"""Trains a packed model: end to end, or block by block with a few inputs."""
 
 from factorpack.tune.blockwise import reconstruct
 from factorpack.tune.schedule import Schedule

@@ -17,7 +17,7 @@ from factorpack.progress import Progress
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Shares of samples whose class is the first answer, or among the first five."""
+    """Shares of samples whose class is the top prediction, or among the top five."""
 
     top1: float
     top5: float
@@ -26,27 +26,27 @@ class Accuracy:
 
 
 def evaluate(model: nn.Module, batches: Iterable[Any], progress: bool = True) -> Accuracy:
-    """Runs a model over labelled batches, in evaluation mode, on the device it is on."""
+    """Runs a model over labelled batches in evaluation mode, on its own device."""
     device = device_of(model)
     total = len(batches) if isinstance(batches, Sized) else 0
     first, five, samples, started = 0, 0, 0, time.perf_counter()
     with evaluating(model), torch.inference_mode(), Progress("evaluating", total, progress, "batches") as bar:
         for inputs, labels in batches:
-            answers = _answers(model, inputs.to(device))
-            ranked = answers.topk(min(5, answers.shape[1]), 1).indices
+            logits = _logits(model, inputs.to(device))
+            ranked = logits.topk(min(5, logits.shape[1]), 1).indices
             hits = ranked == labels.to(device)[:, None]
             first += int(hits[:, 0].sum())
             five += int(hits.sum())
             samples += len(labels)
             bar.advance(f"top-1 {first / samples:.2%}", 1)
     if samples == 0:
-        raise SourceError("there is nothing to evaluate on: no batches")
+        raise SourceError("no batches to evaluate on")
     return Accuracy(first / samples, five / samples, samples, samples / (time.perf_counter() - started))
 
 
-def _answers(model: nn.Module, inputs: Tensor) -> Tensor:
+def _logits(model: nn.Module, inputs: Tensor) -> Tensor:
     try:
-        answers: Tensor = model(inputs)
-    except RuntimeError as error:  # torch's word for inputs of a shape that a layer cannot take
+        logits: Tensor = model(inputs)
+    except RuntimeError as error:  # what torch raises for inputs of a wrong shape
         raise SourceError(f"the model fails on inputs of shape {tuple(inputs.shape)}: {error}") from error
-    return answers
+    return logits

@@ -1,4 +1,4 @@
-"""Block-wise reconstruction: a packed model brought back towards the original with a few unlabelled inputs."""
+"""Block-wise reconstruction: trains a packed model towards the original with a few unlabelled inputs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from factorpack.tune.rate import RateTerm, quantized_rows
 from factorpack.tune.schedule import Schedule
 from factorpack.tune.steer import Controller
 from factorpack.tune.trainable import TRAINABLE
-from factorpack.tune.trim import trim, without_dead_rows
+from factorpack.tune.trim import remove_dead_rows, trim
 
 BATCH = 32
 FIRST_RATE = 1e-4
-_FALL = Schedule(final_share=0.0)
-_LOOK_EVERY = 10
-_HORIZON = 10.0  # looks in which a size that has grown shall be back
+_DECAY = Schedule(final_share=0.0)
+_UPDATE_EVERY = 10
+_HORIZON = 10.0  # updates within which a size that has grown should be back
 
 
 def reconstruct(
@@ -42,20 +42,20 @@ def reconstruct(
     seed: int = 0,
     progress: bool = True,
 ) -> Packed:
-    """Trains a packed model block by block to answer as `model`, the original, does; `packed` is the result.
+    """Trains a packed model block by block to reproduce the outputs of `model`, the original, in place.
 
-    `batches` are inputs, or (inputs, labels) whose labels are ignored: a few hundred samples do. Blocks are
-    taken in execution order; each sees what the blocks before it, already trained, make of the inputs, and
-    learns the original's output in `steps` steps of Adam under frozen batch norms. A block that comes no
-    closer stays as it was. Memory is that of the inputs and outputs of one block.
+    `batches` are inputs, or (inputs, labels) whose labels are ignored: a few hundred samples are enough.
+    Blocks are trained in execution order; each gets its inputs from the trained blocks before it, and learns
+    the original's output in `steps` steps of Adam with frozen batch norms. A block that does not improve is
+    left unchanged. Memory is that of the inputs and outputs of one block.
 
-    `rate` is what a bit a weight costs, in shares of the block's output energy: 0 for none, or "hold",
-    which steers it so that a block's codes take no more bits than they did.
+    `rate` is the cost of one bit per weight, relative to the block's output energy: 0 for none, or "hold",
+    which adjusts it so that a block's codes take no more bits than before.
     """
     _check(packed, steps, learning_rate, rate)
     samples = [batches] if isinstance(batches, Tensor) else list(batches)
     if not samples:
-        raise SourceError("there is nothing to reconstruct on: no batches")
+        raise SourceError("no batches to reconstruct on")
     weights = [name for name, encoded in packed.items() if encoded.kind in TRAINABLE]
     compressed = packed.load_into(copy.deepcopy(model)).eval()
     tensors = dict(packed)
@@ -66,7 +66,7 @@ def reconstruct(
                 bar.show(name)
                 inputs = block_sample(compressed, name, samples, output=False)
                 outputs = block_sample(model, name, samples, output=True)
-                block = _Block(compressed.get_submodule(name), _part(tensors, name), rate)
+                block = _Block(compressed.get_submodule(name), _subset(tensors, name), rate)
                 generator = torch.Generator().manual_seed(seed)
                 found = block.train(inputs, outputs, steps, learning_rate, generator)
                 tensors |= {f"{name}.{key}": encoded for key, encoded in found.items()}
@@ -76,7 +76,7 @@ def reconstruct(
 
 
 class _Block:
-    """One block in its packed form, with its rate."""
+    """One block in its packed form, with its rate term."""
 
     def __init__(self, module: nn.Module, packed: Packed, rate: float | str) -> None:
         self.module, self.packed = module, packed
@@ -85,21 +85,21 @@ class _Block:
         self.tuned.to(next(module.parameters()).device)
         self.term = RateTerm(self.rows, self.tuned.coded_weights())
         self.start_bits = self.term.refresh()
-        self.hold = rate == "hold" and bool(self.rows)  # indices of codewords take what they take
+        self.hold = rate == "hold" and bool(self.rows)  # training does not change indices of codewords
         self.controller = Controller(FIRST_RATE if isinstance(rate, str) else rate)
 
     def train(
         self, inputs: Tensor, outputs: Tensor, steps: int, learning_rate: float, generator: torch.Generator
     ) -> dict[str, Encoded]:
-        """The block's tensors after training, or as they were where that is better."""
+        """The block's tensors after training, or as they were if that is better."""
         energy = outputs.double().square().mean().clamp_min(1e-30).item()
         before = self._cost(inputs, outputs, energy)
         trained = [parameter for parameter in self.tuned.parameters() if parameter.requires_grad]
         optimizer = torch.optim.Adam(trained, lr=learning_rate)
         for step in range(steps):
-            self._look(step)
+            self._update_rate(step)
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate * _FALL.decay(step, steps)
+                group["lr"] = learning_rate * _DECAY.decay(step, steps)
             picked = torch.randint(len(inputs), (min(BATCH, len(inputs)),), generator=generator)
             picked = picked.to(inputs.device)
             error = (self.tuned(inputs[picked]) - outputs[picked]).square().mean() / energy
@@ -109,15 +109,15 @@ class _Block:
             optimizer.step()
         if self.hold:
             self._shrink()
-        after = {name: without_dead_rows(each) for name, each in self.tuned.encoded(self.packed).items()}
+        after = {name: remove_dead_rows(each) for name, each in self.tuned.encoded(self.packed).items()}
         Packed(after).load_into(self.module)
         if self._cost(inputs, outputs, energy) < before:
             return after
         self.packed.load_into(self.module)
         return dict(self.packed)
 
-    def _look(self, step: int) -> None:
-        if step % _LOOK_EVERY or not self.controller.rate:
+    def _update_rate(self, step: int) -> None:
+        if step % _UPDATE_EVERY or not self.controller.rate:
             return
         bits = self.term.refresh()
         if self.hold:
@@ -126,14 +126,14 @@ class _Block:
             self.controller.update(bits, soft, self.start_bits, _HORIZON)
 
     def _shrink(self) -> None:
-        """Takes the bits back that steering has left over."""
+        """Trims the bits by which the codes still exceed their start."""
         for _ in range(100):
             excess = self.term.refresh() - self.start_bits
             if excess <= 0 or not trim(self.rows, excess):
                 return
 
     def _cost(self, inputs: Tensor, outputs: Tensor, energy: float) -> float:
-        """What the module as loaded answers amiss, in shares of the energy, and its codes at a given rate."""
+        """The loaded module's relative output error, plus the cost of its codes at a fixed rate."""
         with torch.no_grad():
             pairs = zip(inputs.split(BATCH), outputs.split(BATCH), strict=True)
             error = sum(float((self.module(x.clone()) - y).double().square().sum()) for x, y in pairs)
@@ -141,7 +141,7 @@ class _Block:
         return error / outputs.numel() / energy + price
 
 
-def _part(tensors: dict[str, Encoded], name: str) -> Packed:
+def _subset(tensors: dict[str, Encoded], name: str) -> Packed:
     prefix = f"{name}."
     return Packed(
         {key.removeprefix(prefix): encoded for key, encoded in tensors.items() if key.startswith(prefix)}
@@ -152,7 +152,9 @@ def _check(packed: Packed, steps: int, learning_rate: float, rate: float | str) 
     if steps < 1 or not learning_rate > 0:
         raise PlanError(f"steps {steps}, learning_rate {learning_rate}: expected at least 1, and above 0")
     if rate != "hold" and (isinstance(rate, str) or not 0 <= rate < math.inf):
-        raise PlanError(f"rate is {rate!r}, allowed are 'hold', 0 for none, and numbers above it")
+        raise PlanError(f"rate is {rate!r}, allowed are 'hold', 0 for none, and positive numbers")
     if packed.aliases:
         alias, target = next(iter(packed.aliases.items()))
-        raise SourceError(f"{alias!r} is tied to {target!r}: blocks that share a weight have no order")
+        raise SourceError(
+            f"{alias!r} is tied to {target!r}: blocks that share a weight cannot be trained one after another"
+        )

@@ -1,4 +1,4 @@
-"""The state of a training run, written whole or not at all, and read without running code."""
+"""The state of a training run, written atomically and read without running code."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def load_checkpoint(path: Path, fingerprint: str) -> dict[str, Any]:
     if found != fingerprint:
         raise SourceError(
             f"{path} belongs to another run ({found}), this one is {fingerprint}: "
-            "remove it to start anew, or repeat the settings it was made with"
+            "remove it to start over, or use the settings it was made with"
         )
     return state
 
 
 def random_state() -> dict[str, Any]:
-    """Every generator training may draw from, in types that load without running code."""
+    """The state of every generator that training may use, in types that load without running code."""
     kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002, the one libraries use
     words = torch.from_numpy(np.asarray(keys).astype(np.int64))
     version, internal, gauss = random.getstate()
@@ -66,15 +66,15 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def fingerprint_of(packed: Packed, *settings: object) -> str:
-    """What must be the same for a checkpoint to be this run's.
+    """A hash of everything that must match for a checkpoint to belong to this run.
 
-    Of the weights only the kept ones count: a solver on a GPU need not find the same factors twice.
+    Only kept weights count by value: a solver on a GPU may not find the same factors twice.
     """
     digest = hashlib.sha256(repr(settings).encode())
     for name, encoded in packed.items():
         parts = [(part, values.dtype, tuple(values.shape)) for part, values in encoded.parts.items()]
-        told = (name, encoded.kind, encoded.shape, sorted(encoded.bits.items()), encoded.extra_zeros, parts)
-        digest.update(repr(told).encode())
+        fields = (name, encoded.kind, encoded.shape, sorted(encoded.bits.items()), encoded.extra_zeros, parts)
+        digest.update(repr(fields).encode())
         if encoded.kind == "keep":
             digest.update(encoded.parts["values"].cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Image folders: a folder a class, as ImageNet's are laid out, with the usual crops."""
+"""Image folders in ImageNet's layout, one folder per class, with the usual crops."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from factorpack.errors import PlanError, SourceError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MOST_WORKERS, MOST_SIDE = 64, 4096
+MAX_WORKERS, MAX_SIDE = 64, 4096
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
-    """`folder/class/picture.jpg`, classes numbered in the order of their names.
+    """`folder/class/image.jpg`, classes numbered in alphabetical order.
 
-    Evaluation resizes the short side to 8/7 of `side` and takes the centre (256 and 224, as usual);
-    `augment` takes random crops of 8 to 100 % of the area, and flips. Normalized as torchvision does.
+    Evaluation resizes the short side to 8/7 of `side` and crops the centre (256 and 224, as usual);
+    `augment` takes random crops of 8 to 100 % of the area, and flips. Normalized as in torchvision.
     """
 
     def __init__(self, folder: str | Path, side: int = 224, augment: bool = False) -> None:
-        _check("the side of pictures", side, 1, MOST_SIDE)
+        _check("the image size", side, 1, MAX_SIDE)
         self.folder, self.side, self.augment = Path(folder), side, augment
         self.classes = sorted(path.name for path in self.folder.iterdir() if path.is_dir())
         self.files = [
@@ -40,37 +40,37 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             if path.suffix.lower() in SUFFIXES
         ]
         if not self.files:
-            raise SourceError(f"{self.folder} holds no class folders with pictures, {sorted(SUFFIXES)}")
+            raise SourceError(f"{self.folder} holds no class folders with images, {sorted(SUFFIXES)}")
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, number = self.files[index]
-        picture = _open(path)
-        return _normalized(
-            _random_crop(picture, self.side) if self.augment else _centre(picture, self.side)
+        image = _open_image(path)
+        return _normalize(
+            _random_crop(image, self.side) if self.augment else _crop_centre(image, self.side)
         ), number
 
 
 def unlabelled(folder: Path, samples: int, side: int = 224, batch_size: int = 32) -> Iterator[Tensor]:
-    """Batches of up to `samples` pictures from anywhere below a folder, spread evenly over all there are."""
-    _check("the side of pictures", side, 1, MOST_SIDE)
+    """Batches of up to `samples` images from anywhere below a folder, evenly spaced over all of them."""
+    _check("the image size", side, 1, MAX_SIDE)
     if not folder.is_dir():
         raise SourceError(f"there is no folder {folder}")
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not files:
-        raise SourceError(f"{folder} holds no pictures, {sorted(SUFFIXES)}")
+        raise SourceError(f"{folder} holds no images, {sorted(SUFFIXES)}")
     count = min(samples, len(files))
     chosen = [files[index * len(files) // count] for index in range(count)]
     for start in range(0, count, batch_size):
         yield torch.stack(
-            [_normalized(_centre(_open(path), side)) for path in chosen[start : start + batch_size]]
+            [_normalize(_crop_centre(_open_image(path), side)) for path in chosen[start : start + batch_size]]
         )
 
 
 def image_folder(data: Path, split: str) -> Path:
-    """`data/split` where there is such a folder, else `data` itself."""
+    """`data/split` if there is such a folder, else `data` itself."""
     if not data.is_dir():
         raise SourceError(f"there is no folder {data}")
     return data / split if (data / split).is_dir() else data
@@ -79,14 +79,14 @@ def image_folder(data: Path, split: str) -> Path:
 def loader(
     dataset: ImageFolder, batch_size: int, workers: int, shuffle: bool = False
 ) -> DataLoader[tuple[Tensor, Tensor]]:
-    _check("the number of reading processes", workers, 0, MOST_WORKERS)
+    _check("the number of loading processes", workers, 0, MAX_WORKERS)
     if batch_size < 1:
-        raise PlanError(f"a batch of {batch_size} pictures, expected at least one")
+        raise PlanError(f"a batch of {batch_size} images, expected at least one")
     options: dict[str, Any] = {"batch_size": batch_size, "num_workers": workers, "shuffle": shuffle}
     if shuffle and len(dataset) < batch_size:
-        raise SourceError(f"{len(dataset)} pictures do not fill a batch of {batch_size}")
-    pictures: Dataset[Any] = dataset  # the loader makes tensors of the labels
-    return DataLoader(pictures, drop_last=shuffle, pin_memory=torch.cuda.is_available(), **options)
+        raise SourceError(f"{len(dataset)} images do not fill a batch of {batch_size}")
+    images: Dataset[Any] = dataset  # the loader collates labels into tensors
+    return DataLoader(images, drop_last=shuffle, pin_memory=torch.cuda.is_available(), **options)
 
 
 def _check(what: str, found: int, least: int, most: int) -> None:
@@ -94,36 +94,36 @@ def _check(what: str, found: int, least: int, most: int) -> None:
         raise PlanError(f"{what} is {found}, allowed are {least} to {most}")
 
 
-def _normalized(picture: Image) -> Tensor:
-    pixels = torch.from_numpy(np.array(picture, dtype=np.float32)).permute(2, 0, 1) / 255
+def _normalize(image: Image) -> Tensor:
+    pixels = torch.from_numpy(np.array(image, dtype=np.float32)).permute(2, 0, 1) / 255
     return (pixels - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
 
 
-def _open(path: Path) -> Image:
+def _open_image(path: Path) -> Image:
     try:
         from PIL import Image
     except ImportError as error:
-        raise SourceError("reading pictures needs pillow: pip install 'factorpack[images]'") from error
+        raise SourceError("reading images needs pillow: pip install 'factorpack[images]'") from error
     try:
-        with Image.open(path) as picture:
-            return picture.convert("RGB")
-    except Exception as error:  # a damaged picture trips pillow in a dozen ways
-        raise SourceError(f"{path} is not a picture that can be read: {error}") from error
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except Exception as error:  # pillow fails on damaged images in a dozen ways
+        raise SourceError(f"{path} cannot be read as an image: {error}") from error
 
 
-def _centre(picture: Image, side: int) -> Image:
+def _crop_centre(image: Image, side: int) -> Image:
     short = round(side * 8 / 7)
-    width, height = picture.size
+    width, height = image.size
     scale = short / min(width, height)
     if min(width, height) != short:
-        picture = picture.resize((max(round(width * scale), side), max(round(height * scale), side)), 2)
-    left, top = (picture.width - side) // 2, (picture.height - side) // 2
-    return picture.crop((left, top, left + side, top + side))
+        image = image.resize((max(round(width * scale), side), max(round(height * scale), side)), 2)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    return image.crop((left, top, left + side, top + side))
 
 
-def _random_crop(picture: Image, side: int) -> Image:
-    """A crop of random area and shape, resized to a square; mirrored half of the time."""
-    width, height = picture.size
+def _random_crop(image: Image, side: int) -> Image:
+    """A crop of random area and aspect ratio, resized to a square and mirrored half of the time."""
+    width, height = image.size
     for _ in range(10):
         area = width * height * float(torch.empty(1).uniform_(0.08, 1.0))
         ratio = math.exp(float(torch.empty(1).uniform_(math.log(3 / 4), math.log(4 / 3))))
@@ -131,12 +131,12 @@ def _random_crop(picture: Image, side: int) -> Image:
         if 0 < wide <= width and 0 < high <= height:
             left = int(torch.randint(width - wide + 1, (1,)))
             top = int(torch.randint(height - high + 1, (1,)))
-            picture = picture.resize((side, side), 2, (left, top, left + wide, top + high))
+            image = image.resize((side, side), 2, (left, top, left + wide, top + high))
             break
     else:
-        picture = _centre(picture, side)
+        image = _crop_centre(image, side)
     if float(torch.rand(1)) < 0.5:
         from PIL.Image import Transpose
 
-        return picture.transpose(Transpose.FLIP_LEFT_RIGHT)
-    return picture
+        return image.transpose(Transpose.FLIP_LEFT_RIGHT)
+    return image

@@ -1,4 +1,4 @@
-"""Loss and accuracy in the course of a run."""
+"""Running loss and accuracy of a training run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from factorpack.errors import SourceError
 
 
 class Meter:
-    """Loss and accuracy since the last look. Looking waits for the device, so it is done seldom."""
+    """Loss and accuracy since the last `read`, which waits for the device and is therefore called rarely."""
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
@@ -22,11 +22,11 @@ class Meter:
         self._losses.append(loss)
         self._hits += [] if hits is None else [hits]
 
-    def look(self, step: int) -> None:
+    def read(self, step: int) -> None:
         loss = torch.stack(self._losses).float().mean().item()
         if not math.isfinite(loss):
             raise SourceError(
-                f"the loss is {loss} by step {step}: lower the learning rate, or look for NaN in the data"
+                f"the loss is {loss} at step {step}: lower the learning rate, or check the data for NaN"
             )
         accuracy = f", accuracy {torch.stack(self._hits).mean().item():.1%}" if self._hits else ""
         self._text = f"loss {loss:.4f}{accuracy}"

@@ -1,4 +1,4 @@
-"""A model with the weights of any file in it, and the device it runs on."""
+"""Loads a model's weights from any file, and chooses the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model whose compressed weights are rebuilt from their packed form in every forward."""
+"""A model whose compressed weights are rebuilt from their packed form in every forward pass."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from factorpack.tune.trainable import TRAINABLE, Trainable
 
 
 class PackedModel(nn.Module):
-    """The user's model, untouched, called with weights that its packed form makes.
+    """The user's model, unmodified, called with weights decoded from its packed form.
 
-    Parameters the packed form replaces are frozen; all others (norms, biases, kept layers) are trained.
+    Parameters that the packed form replaces are frozen; all others (norms, biases, kept layers) are trained.
     """
 
     def __init__(self, packed: Packed, model: nn.Module) -> None:
@@ -29,12 +29,12 @@ class PackedModel(nn.Module):
         self.model = model
         self.names = [name for name, encoded in packed.items() if encoded.kind in TRAINABLE]
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        strangers = sorted(set(self.names) - set(parameters))
-        if strangers:
-            raise SourceError(f"the packed tensors {strangers[:3]} are not parameters of the model")
+        unknown = sorted(set(self.names) - set(parameters))
+        if unknown:
+            raise SourceError(f"the packed tensors {unknown[:3]} are not parameters of the model")
         self.weights = nn.ModuleList(TRAINABLE[packed[name].kind](packed[name]) for name in self.names)
         self.dtypes = [(packed[name].dtype, parameters[name].dtype) for name in self.names]
-        # A constant has no numbers of its own to train: it is stored as it came.
+        # A constant has no values to train: it is stored unchanged.
         constants = [name for name, encoded in packed.items() if encoded.kind == "constant"]
         for name in (*self.names, *constants):
             if name in parameters:
@@ -42,7 +42,7 @@ class PackedModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         device = next(self.parameters()).device.type
-        # The file holds products in FP32, so training must see those, mixed precision or not.
+        # Decoding a file multiplies in FP32, so training must too, even with mixed precision.
         with torch.autocast(device, enabled=False):
             weights: dict[str, Tensor] = {
                 name: _as_loaded(weight(), *dtypes)
@@ -51,11 +51,11 @@ class PackedModel(nn.Module):
         return torch.func.functional_call(self.model, weights, args, kwargs)
 
     def coded_weights(self) -> int:
-        """How many weights the codes stand for."""
+        """Number of weights that are coded."""
         return sum(cast(Trainable, weight).like.numel for weight in self.weights)
 
     def encoded(self, packed: Packed) -> dict[str, Encoded]:
-        """Every tensor of `packed` as training has left it."""
+        """Every tensor of `packed` with its trained values."""
         current = self.model.state_dict()
         trained = {
             name: cast(Trainable, weight).encoded()
@@ -73,7 +73,7 @@ class PackedModel(nn.Module):
 
 
 def _as_loaded(weight: Tensor, decoded: torch.dtype, loaded: torch.dtype) -> Tensor:
-    """A weight as `load_into` gives it to the model: in the type it is decoded to, then the model's."""
+    """A weight as `load_into` would load it: rounded to the decoded dtype, then in the model's."""
     if decoded.itemsize < 4:
         weight = straight_through(weight, narrowed(weight, decoded).to(weight.dtype))
     return weight.to(loaded)

@@ -1,7 +1,7 @@
-"""The rate term: what the codes would take in a file, as something training can see.
+"""The rate term: a differentiable estimate of the bits that the codes take in a file.
 
-A code q takes L[q] bits, by the histogram of the codes it stands among; a real number between two codes
-takes what lies between theirs. The gradient of that pulls numbers towards cheaper codes, and scales up.
+A code q takes L[q] bits, from the histogram of its table's codes; a real value between two codes takes the
+linear interpolation of theirs. The gradient pulls values towards cheaper codes, and scales upwards.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from factorpack.quantize.uniform import code_range
 from factorpack.tune.trainable import QuantizedRows
 
 MAX_TABLES = 32
-_CODES_A_SYMBOL = 16
-"""A table is worth its name where its codes are this many times more than its symbols."""
+_CODES_PER_SYMBOL = 16
+"""A table needs at least this many codes per symbol."""
 _UNSEEN = 0.5
-"""A code that does not occur is priced as if half a one did."""
+"""A code that does not occur counts as half an occurrence."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthTable:
-    """Bits a code, (g, symbols), rising away from each table's cheapest; and each row's table, (r,)."""
+    """Bits per code, (g, symbols), rising away from each table's cheapest code; and each row's table, (r,)."""
 
     lengths: Tensor
     group_of: Tensor
     low: int
 
     def at(self, unit: Tensor) -> Tensor:
-        """Bits of real numbers (r, n), linear between codes. Beyond the range the slope still leads back."""
+        """Bits of real values (r, n), linear between codes. Beyond the range the slope still points back."""
         symbols = self.lengths.shape[1]
         with torch.no_grad():
             clamped = unit.clamp(self.low, self.low + symbols - 1)
@@ -44,28 +44,28 @@ class LengthTable:
         return first + slope * (straight_through(unit, clamped) - below)
 
     def cheaper(self, codes: Tensor) -> Tensor:
-        """Each code's neighbour on the way to the cheapest, or itself."""
+        """Each code's neighbour towards the cheapest code, or the code itself."""
         cheapest = (self.lengths.argmin(1) + self.low)[self.group_of][:, None]
         return codes + (cheapest - codes).sign()
 
 
 def fit_table(codes: Tensor, bits: int) -> tuple[LengthTable, Tensor]:
-    """Tables for codes (r, n) of a width, and the codes' empirical entropy in bits under their groups'."""
+    """Tables for codes (r, n) of a bit width, and the codes' empirical entropy in bits within their groups."""
     low, high = code_range(bits)
     group_of = _groups(codes, high - low + 1)
     counts = _histograms(codes, group_of, low, high)
     total = counts.sum(1, keepdim=True)
     entropy = -(counts * (counts / total).clamp_min(1e-300).log2()).sum()
-    smooth = _smoothed(counts).clamp_min(_UNSEEN)
-    lengths = _rising(-(smooth / total).log2())
+    smooth = _smooth(counts).clamp_min(_UNSEEN)
+    lengths = _make_monotone(-(smooth / total).log2())
     return LengthTable(lengths.float(), group_of, low), entropy
 
 
 def _groups(codes: Tensor, symbols: int) -> Tensor:
-    """Rows whose codes are about equally large share a table, as rows that look alike do in the file."""
+    """Rows with codes of similar magnitude share a table, as similar rows do in the file."""
     rows = codes.shape[0]
     most = rows if rows <= MAX_TABLES else MAX_TABLES // 2
-    groups = max(min(most, codes.numel() // (_CODES_A_SYMBOL * symbols)), 1)
+    groups = max(min(most, codes.numel() // (_CODES_PER_SYMBOL * symbols)), 1)
     order = codes.float().abs().mean(1).argsort(stable=True)
     group_of = torch.empty_like(order)
     group_of[order] = torch.arange(rows, device=codes.device) * groups // rows
@@ -79,8 +79,8 @@ def _histograms(codes: Tensor, group_of: Tensor, low: int, high: int) -> Tensor:
     return counts.reshape(groups, symbols).double()
 
 
-def _smoothed(counts: Tensor) -> Tensor:
-    """Means over windows of a quarter deviation each way: none of it where codes are few and coarse."""
+def _smooth(counts: Tensor) -> Tensor:
+    """Means over windows of a quarter standard deviation each way; no smoothing if codes are few and coarse."""
     symbols = counts.shape[1]
     position = torch.arange(symbols, device=counts.device)
     share = counts / counts.sum(1, keepdim=True)
@@ -92,10 +92,10 @@ def _smoothed(counts: Tensor) -> Tensor:
     return (sums.gather(1, last + 1) - sums.gather(1, first)) / (last + 1 - first)
 
 
-def _rising(lengths: Tensor) -> Tensor:
-    """Made to rise away from each table's cheapest code, by 2^-bits a code at the least.
+def _make_monotone(lengths: Tensor) -> Tensor:
+    """Makes lengths rise away from each table's cheapest code, by at least 2^-bits per code.
 
-    A code is priced like the cheapest of those further out: a gap in a histogram holds nobody back.
+    A code costs as much as the cheapest one further out: a gap in a histogram is no barrier.
     """
     symbols = lengths.shape[1]
     cheapest = lengths.argmin(1, keepdim=True)
@@ -109,7 +109,7 @@ def _rising(lengths: Tensor) -> Tensor:
 
 
 class RateTerm:
-    """The code length of all a model's codes, in bits a weight; `refresh` fits it to the codes of now."""
+    """The code length of all of a model's codes, in bits per weight; `refresh` fits it to the current codes."""
 
     def __init__(self, rows: Sequence[QuantizedRows], weights: int) -> None:
         self.rows, self.weights = rows, max(weights, 1)
@@ -117,7 +117,7 @@ class RateTerm:
         self.refresh()
 
     def refresh(self) -> float:
-        """The codes' entropy in bits, after fitting the tables to it."""
+        """Fits the tables to the current codes and returns their entropy in bits."""
         with torch.no_grad():
             fitted = [fit_table(rows.codes(), rows.bits) for rows in self.rows]
         self.tables = [table for table, _ in fitted]
@@ -128,7 +128,7 @@ class RateTerm:
         return torch.stack(bits).sum() / self.weights if bits else torch.zeros(())
 
     def state(self) -> list[list[Any]]:
-        """For a checkpoint: the tables are those of the last refresh, which no later codes can tell."""
+        """For a checkpoint: the tables of the last refresh, which later codes cannot reproduce."""
         return [[table.lengths.cpu(), table.group_of.cpu(), table.low] for table in self.tables]
 
     def load(self, state: list[list[Any]]) -> None:

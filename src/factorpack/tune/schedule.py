@@ -22,25 +22,25 @@ _NUMBERS = (
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How long and how fast: the paper's cosine decay to 1e-3 of the first rate, without weight decay."""
+    """Length and learning rates of a run: the paper's cosine decay to 1e-3 of the first rate, no weight decay."""
 
     epochs: int = 5
     learning_rate: float = 3e-4
     final_share: float = 1e-3
     weight_decay: float = 0.0
     batch_norm: Literal["train", "frozen"] = "train"
-    """"train" uses and updates batch statistics; "frozen" keeps the running ones, right for few images."""
+    """"train" uses and updates batch statistics; "frozen" keeps the running ones, better for few images."""
     teacher_share: float = 1.0
-    """With a teacher: the share of the loss that is distillation; the rest is the loss on the labels."""
+    """With a teacher: the distillation share of the loss; the rest is the loss on the labels."""
     temperature: float = 1.0
     mixed_precision: Literal["no", "fp16", "bf16"] = "no"
     seed: int = 0
     rate: float = 0.0
-    """What a bit a weight costs, in units of the loss: above 0, training makes the codes shorter."""
+    """Cost of one bit per weight, in units of the loss: above 0, training makes the codes shorter."""
     target_ratio: float = 0.0
-    """Above 0: the file shall be this many times smaller than FP32, and `rate` is steered there from where
-    it is. The file is never larger. After some hundred steps it is seldom more than one percent smaller,
-    unless it was so from the start; codes are not made dearer to fill it up."""
+    """Above 0: the file must be at least this many times smaller than FP32, and `rate` (its start value) is
+    adjusted to get there. After a few hundred steps the file is rarely more than one percent smaller than
+    required, unless it was from the start; codes are not lengthened to fill the budget."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "seed"):
@@ -55,17 +55,20 @@ class Schedule:
         if self.batch_norm not in ("train", "frozen"):
             raise PlanError(f"batch_norm is {self.batch_norm!r}, allowed are 'train' and 'frozen'")
         if not 0 <= self.teacher_share <= 1 or not self.temperature > 0 or not self.weight_decay >= 0:
-            raise PlanError("teacher_share is from 0 to 1, temperature above 0, weight_decay not below 0")
+            raise PlanError(
+                f"teacher_share {self.teacher_share}, temperature {self.temperature}, weight_decay "
+                f"{self.weight_decay}: expected from 0 to 1, above 0, and at least 0"
+            )
         if self.mixed_precision not in ("no", "fp16", "bf16"):
             raise PlanError(
                 f"mixed_precision is {self.mixed_precision!r}, allowed are 'no', 'fp16' and 'bf16'"
             )
         if not 0 <= self.rate < math.inf or not 0 <= self.target_ratio < math.inf:
             raise PlanError(
-                f"rate {self.rate}, target_ratio {self.target_ratio}: expected 0, which is off, or more"
+                f"rate {self.rate}, target_ratio {self.target_ratio}: expected 0 for off, or more"
             )
 
     def decay(self, step: int, steps: int) -> float:
-        """Share of the first learning rate at a step: half a cosine from 1 down to `final_share`."""
-        fall = 0.5 * (1 + math.cos(math.pi * min(step / max(steps, 1), 1.0)))
-        return self.final_share + (1 - self.final_share) * fall
+        """The learning rate at a step relative to the first: a half cosine from 1 down to `final_share`."""
+        cosine = 0.5 * (1 + math.cos(math.pi * min(step / max(steps, 1), 1.0)))
+        return self.final_share + (1 - self.final_share) * cosine

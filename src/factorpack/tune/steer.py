@@ -1,4 +1,4 @@
-"""What a bit costs in the course of a run: a fixed rate, or one that is steered to a size."""
+"""The cost of a bit during a run: a fixed rate, or one that is steered towards a file size."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from factorpack.record import Encoded
 from factorpack.tune.packed_model import PackedModel
 from factorpack.tune.rate import RateTerm, quantized_rows
 from factorpack.tune.schedule import Schedule
-from factorpack.tune.trim import Curvature, trim, without_dead_rows
+from factorpack.tune.trim import Curvature, remove_dead_rows, trim
 
 Finish = Callable[[Packed], Packed]
 
 FIRST_RATE = 0.1
-_LONGEST = 20  # steps between two looks at the codes
-_LOOKS = 100  # at least, in a run
-_LOOKS_BACK = 5.0
+_MAX_INTERVAL = 20  # steps between two updates of the rate
+_MIN_UPDATES = 100  # per run
+_RECOVERY_UPDATES = 5.0
 _MEASURES = 10
-_TRIM = 0.7  # of the steps are done when a gap that is left is closed: the others can make up for it
-_RAMP = 0.5  # of the steps lead to the size, the others are for training at it
+_TRIM = 0.7  # share of the steps after which a remaining gap is closed: the others can compensate for it
+_RAMP = 0.5  # share of the steps that approach the size, the others train at it
 _FIRST_OVER, _OVER = 0.06, 0.005
-"""How far above its budget a run aims before and after that: codes that have become zero seldom come back,
-so a size is come to from above."""
+"""How far above its budget a run aims before and after the trim: codes that became zero rarely come back,
+so the size is approached from above."""
 _FAR = 1.3
-"""Times its budget a file may have when the gap is closed, without a warning."""
+"""A larger multiple of the budget at the trim gives a warning."""
 _ROUNDS = 200
 _GAIN = 20.0
 
 
 class Controller:
-    """Steers a rate by the speed at which the size falls: its logarithm follows what the speed lacks.
+    """Steers a rate by the speed at which the size falls: the log rate changes with the error in speed.
 
-    Codes change long after the numbers behind them have begun to move, so the speed is that of the `soft`
-    size, of the numbers; only how far there is to go is told by the size itself.
+    Codes change long after the real values behind them have begun to move, so the speed is that of the
+    `soft` size of those values; the size itself only gives the distance to the target.
     """
 
     def __init__(self, rate: float) -> None:
         self.rate, self.soft = rate, 0.0
 
-    def update(self, size: float, soft: float, aim: float, looks: float) -> None:
-        """Wants `aim` after so many looks more, where the size is `size` now."""
-        wanted = math.log(aim / max(size, 1.0)) / looks
+    def update(self, size: float, soft: float, aim: float, updates: float) -> None:
+        """Adjusts the rate so that the size goes from `size` to `aim` within so many more updates."""
+        wanted = math.log(aim / max(size, 1.0)) / updates
         speed = math.log(soft / self.soft) if self.soft else wanted
         change = min(max(_GAIN * (speed - wanted), -1.0), 1.0)
         self.rate = min(max(self.rate * math.exp(change), 1e-9), 1e9)
@@ -58,7 +58,7 @@ class Controller:
 
 
 class Steering:
-    """The rate term of a run. With a `budget` in bytes its rate is steered so that the file meets it."""
+    """The rate term of a run. With a `budget` in bytes, its rate is steered so that the file meets it."""
 
     def __init__(
         self,
@@ -72,13 +72,13 @@ class Steering:
         self.term = RateTerm(quantized_rows(model), model.coded_weights())
         self.steps, self.budget, self.measure, self.curvature = steps, budget, measure, curvature
         self.controller = Controller(schedule.rate or FIRST_RATE)
-        self.every = max(min(_LONGEST, steps // _LOOKS), 1)
+        self.every = max(min(_MAX_INTERVAL, steps // _MIN_UPDATES), 1)
         self.measure_every = self.every * max(steps // (_MEASURES * self.every), 1)
         self.trim_at = self.every * round(_TRIM * steps / self.every)
         self.other_bytes = 0.0
 
-    def before(self, done: int) -> None:
-        """Fits the tables to the codes every so many steps, and steers."""
+    def before_step(self, done: int) -> None:
+        """Refits the tables and adjusts the rate, every `every` steps."""
         if done % self.every:
             return
         size = self._estimate()
@@ -89,7 +89,7 @@ class Steering:
             self._trim(int((1 + _OVER) * self.budget))
             size, self.controller.soft = self._estimate(), 0.0
         if done % self.measure_every == 0 or done == self.trim_at:
-            # Headers, scales and whatever the coder adds to the entropy change little in between.
+            # Headers, scales and the coder's overhead over the entropy change little in between.
             self.other_bytes += self.measure() - size
             size = self._estimate()
         self._steer(size, done / self.steps)
@@ -98,21 +98,21 @@ class Steering:
         share = self.measure() / self.budget
         if share > _FAR:
             warnings.warn(
-                f"after {done} of {self.steps} steps the file is still {share:.2g} times its target, and what is "
-                f"left is cut at once, which costs accuracy: train for more steps, or start from a file that "
-                f"is nearer to {self.budget} bytes",
+                f"after {done} of {self.steps} steps the file is still {share:.2g} times its target. The rest is "
+                f"trimmed at once, which costs accuracy: train for more steps, or start from a file that is "
+                f"closer to {self.budget} bytes",
                 stacklevel=2,
             )
 
     def _steer(self, size: float, time: float) -> None:
-        # Numbers move as far as learning rates let them: what is left of that is the time there is.
-        left, whole = _travel(_RAMP) - _travel(time), _travel(1.0)
-        a_look = max(_travel(time + self.every / self.steps) - _travel(time), 1e-6)
+        # Values move only as far as the learning rates allow: time is measured by their integral.
+        left, total = _rate_integral(_RAMP) - _rate_integral(time), _rate_integral(1.0)
+        interval = max(_rate_integral(time + self.every / self.steps) - _rate_integral(time), 1e-6)
         aim = self.budget * (1 + (_OVER if time * self.steps >= self.trim_at else _FIRST_OVER))
-        looks = max(left, 0.1 * whole) / a_look if size > aim else _LOOKS_BACK
+        updates = max(left, 0.1 * total) / interval if size > aim else _RECOVERY_UPDATES
         with torch.no_grad():
             soft = self.term().item() * self.term.weights / 8 + self.other_bytes
-        self.controller.update(size, soft, aim, looks)
+        self.controller.update(size, soft, aim, updates)
 
     def _estimate(self) -> float:
         return self.term.refresh() / 8 + self.other_bytes
@@ -121,16 +121,16 @@ class Steering:
         return self.controller.rate * self.term()
 
     def close(self) -> None:
-        """Brings the file within its budget, if training has not."""
+        """Trims the file to its budget, if training has not met it."""
         if self.budget and not self._trim(self.budget):
-            raise PlanError(f"no choice of codes found whose file has {self.budget} bytes or less")
+            raise PlanError(f"no codes found whose file has at most {self.budget} bytes")
 
     def _trim(self, limit: int) -> bool:
         for _ in range(_ROUNDS):
             excess = self.measure() - limit
             if excess <= 0:
                 return True
-            # A gap in parts, down to a last thousandth: codes that go make their like cheaper still.
+            # Closes a gap in parts, down to the last thousandth: codes that move make similar ones cheaper too.
             part = 0.4 if excess > 0.001 * limit else 1.0
             if not trim(self.term.rows, 8 * part * excess + 8, self.curvature):
                 break
@@ -145,34 +145,34 @@ class Steering:
         self.term.load(state["tables"])
 
 
-def _travel(time: float) -> float:
-    """How far numbers may have moved by a share of the run: the integral of its learning rates."""
+def _rate_integral(time: float) -> float:
+    """The integral of the learning rates up to a share of the run: how far values can have moved."""
     return time / 2 + math.sin(math.pi * time) / (2 * math.pi)
 
 
-def finished(tensors: dict[str, Encoded], aliases: dict[str, str], finish: Finish | None) -> Packed:
-    """What will be saved: dead rows gone, and whatever the caller does last."""
-    packed = Packed({name: without_dead_rows(encoded) for name, encoded in tensors.items()}, aliases)
+def finish_packed(tensors: dict[str, Encoded], aliases: dict[str, str], finish: Finish | None) -> Packed:
+    """What will be saved: without dead rows, and after the caller's `finish`."""
+    packed = Packed({name: remove_dead_rows(encoded) for name, encoded in tensors.items()}, aliases)
     return packed if finish is None else finish(packed)
 
 
 def budget_for(packed: Packed, ratio: float, finish: Finish | None) -> int:
-    """Bytes of a file that is `ratio` times smaller than FP32; refused where no codes could be that short."""
+    """Bytes of a file `ratio` times smaller than FP32; raises PlanError if even all-zero codes would exceed it."""
     if not ratio:
         return 0
     budget = int(packed.size().original_bytes / ratio)
-    empty = finished({name: _zeroed(packed[name]) for name in packed}, packed.aliases, finish)
+    empty = finish_packed({name: _with_zero_codes(packed[name]) for name in packed}, packed.aliases, finish)
     least = file_bytes(empty, empty.aliases)
     if least > budget:
         raise PlanError(
-            f"target_ratio {ratio:g} leaves {budget} bytes, and without a single code that is not zero "
-            f"there would be {least}: what is kept raw, scales and headers. Compress more of the tensors"
+            f"target_ratio {ratio:g} allows {budget} bytes, and even with all codes zero the file would have "
+            f"{least}: raw tensors, scales and headers. Compress more of the tensors"
         )
     return budget
 
 
-def _zeroed(encoded: Encoded) -> Encoded:
-    if encoded.kind == "codewords":  # training leaves its indices
+def _with_zero_codes(encoded: Encoded) -> Encoded:
+    if encoded.kind == "codewords":  # training does not change the indices
         return encoded
     parts = {
         name: torch.zeros_like(part) if name in encoded.bits else part for name, part in encoded.parts.items()

@@ -1,4 +1,4 @@
-"""End-to-end fine-tuning of a packed model, through accelerate: one process or many, CPU or GPU."""
+"""End-to-end fine-tuning of a packed model with accelerate: one or more processes, CPU or GPU."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from factorpack.tune.checkpoint import (
 from factorpack.tune.meter import Meter
 from factorpack.tune.packed_model import PackedModel
 from factorpack.tune.schedule import Schedule as Schedule
-from factorpack.tune.steer import Finish, Steering, budget_for, finished
+from factorpack.tune.steer import Finish, Steering, budget_for, finish_packed
 from factorpack.tune.training_data import generators_of, length_of, pair_of
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-_LOOK_EVERY = 20
+_READ_EVERY = 20
 
 
 def finetune(
@@ -49,16 +49,16 @@ def finetune(
 ) -> Packed:
     """Trains a packed model in its packed form; `packed` then holds the result, ready to save.
 
-    `train_batches` gives (inputs, labels), anew for every epoch: a DataLoader, or any iterable with a
-    length. Rounding is passed straight through, scales are learned, zeros that a threshold made stay.
-    With a `teacher` (the original model, say) the loss is the divergence from its answers; `loss` is for
-    the labels, cross-entropy by default. With `checkpoint` the state is saved every so many steps, and a
-    run that was killed goes on from there: on a CPU it ends in the same bytes. `accelerate launch` and
-    torchrun spread the same call over processes.
+    `train_batches` yields (inputs, labels), once per epoch: a DataLoader, or any iterable with a length.
+    Rounding is straight-through, scales are learned, and zeros made by a threshold stay zero. With a
+    `teacher` (such as the original model) the loss is the divergence from its outputs; `loss` is for the
+    labels, cross-entropy by default. With `checkpoint` the state is saved every `checkpoint_every` steps,
+    and a killed run resumes from it: on a CPU it ends in the same bytes. `accelerate launch` and torchrun
+    distribute the same call over processes.
 
-    `schedule.rate` and `schedule.target_ratio` train for size too. `finish` is what is still to be done to
-    the trained model (folding its batch norms, say): the result is what it returns, and that is measured.
-    Rows of a latent that have become zero are removed.
+    `schedule.rate` and `schedule.target_ratio` train for size too. `finish` is the last step applied to the
+    trained model (such as folding its batch norms): its return value is the result, and is what is measured.
+    Rows of a latent that became zero are removed.
     """
     run = _Run(packed, model, train_batches, teacher, loss, schedule or Schedule(), finish)
     run.train(Path(checkpoint) if checkpoint is not None else None, checkpoint_every, progress)
@@ -67,7 +67,7 @@ def finetune(
 
 
 def is_main_process() -> bool:
-    """Whether this process speaks for a run: all have the result, one should write it."""
+    """Whether this is the main process of a run: all have the result, one should write it."""
     from accelerate import PartialState
 
     return bool(PartialState().is_main_process)
@@ -90,7 +90,7 @@ class _Run:
         self.loss: Loss = loss or nn.functional.cross_entropy
         self.accelerator = _accelerator(schedule.mixed_precision)
         torch.manual_seed(schedule.seed)
-        # The teacher is often the very model that is trained: its answers must stay what they are.
+        # The teacher is often the same object as the trained model: its outputs must not change.
         self.teacher = None if teacher is None else copy.deepcopy(teacher).eval().requires_grad_(False)
         tuned = PackedModel(packed, model)
         trained = [parameter for parameter in tuned.parameters() if parameter.requires_grad]
@@ -99,19 +99,20 @@ class _Run:
         if self.teacher is not None:
             self.teacher.to(self.accelerator.device)
         self.steps = schedule.epochs * self.steps_per_epoch
-        given = (teacher is not None, finish is not None)
-        settings = (sorted(asdict(schedule).items()), self.steps_per_epoch, given)
+        present = (teacher is not None, finish is not None)
+        settings = (sorted(asdict(schedule).items()), self.steps_per_epoch, present)
         self.fingerprint = fingerprint_of(packed, *settings, self.accelerator.num_processes)
         shared = self.accelerator.num_processes > 1 and isinstance(batches, DataLoader)
-        # Alone, the loader is used as it is: accelerate's draws a batch ahead, which no resume could repeat.
+        # With one process the loader is used directly: accelerate's prefetches a batch, which a resumed run
+        # could not reproduce.
         self.batches = self.accelerator.prepare(batches) if shared else batches
         self.generators = generators_of(batches)
         self.epoch_random: dict[str, Any] | None = None
         self.step_random: dict[str, Any] | None = None
         self.packed, self.finish = Packed(dict(packed), packed.aliases), finish
-        self.steering = self._steering() if schedule.rate or schedule.target_ratio else None
+        self.steering = self._make_steering() if schedule.rate or schedule.target_ratio else None
 
-    def _steering(self) -> Steering:
+    def _make_steering(self) -> Steering:
         budget = budget_for(self.packed, self.schedule.target_ratio, self.finish)
 
         def measure() -> int:
@@ -119,12 +120,12 @@ class _Run:
             return file_bytes(packed, packed.aliases)
 
         return Steering(
-            self.unwrapped(), self.schedule, self.steps, budget, measure, curvature=self._curvature
+            self.unwrapped(), self.schedule, self.steps, budget, measure, curvature=self._adam_curvature
         )
 
     def result(self) -> Packed:
-        """What would be saved now."""
-        return finished(self.unwrapped().encoded(self.packed), self.packed.aliases, self.finish)
+        """The packed model as it would be saved now."""
+        return finish_packed(self.unwrapped().encoded(self.packed), self.packed.aliases, self.finish)
 
     def unwrapped(self) -> PackedModel:
         model: PackedModel = self.accelerator.unwrap_model(self.tuned)
@@ -134,10 +135,10 @@ class _Run:
         if every < 1:
             raise PlanError(f"checkpoint_every is {every}, expected at least 1")
         if checkpoint is not None and not checkpoint.parent.is_dir():
-            raise SourceError(f"there is no folder {checkpoint.parent} to keep the run's state in")
+            raise SourceError(f"there is no folder {checkpoint.parent} for the checkpoint")
         done = self._resume(checkpoint)
-        # Before codes are counted and saved they must be known to be numbers.
-        look_every = self.steering.every if self.steering is not None else _LOOK_EVERY
+        # Checks for NaN before codes are counted and saved.
+        read_every = self.steering.every if self.steering is not None else _READ_EVERY
         meter = Meter()
         shown = progress and self.accelerator.is_main_process
         with Progress("fine-tuning", self.steps, shown, unit="steps") as bar:
@@ -148,8 +149,8 @@ class _Run:
                     meter.add(*self._step(batch, done))
                     done += 1
                     saving = checkpoint is not None and (done % every == 0 or done == self.steps)
-                    if saving or done % look_every == 0 or done == self.steps:
-                        meter.look(done)
+                    if saving or done % read_every == 0 or done == self.steps:
+                        meter.read(done)
                     bar.advance(f"epoch {epoch + 1}/{self.schedule.epochs}, {meter}", 1)
                     if checkpoint is not None and saving:
                         self._save(checkpoint, done)
@@ -157,7 +158,7 @@ class _Run:
             self.steering.close()
 
     def _epoch(self, epoch: int, done: int) -> Iterator[Any]:
-        """The batches of an epoch that are still to come, drawn as if none had been done before."""
+        """The remaining batches of an epoch, in the same order as in an uninterrupted run."""
         position = done - epoch * self.steps_per_epoch
         if position == 0:
             self.epoch_random, self.step_random = self._random_state(), None
@@ -177,10 +178,10 @@ class _Run:
                 yield batch
 
     def _step(self, batch: Any, done: int) -> tuple[Tensor, Tensor | None]:
-        """One step. Loss and share of right answers stay on the device: reading them would wait for it."""
+        """One step. Loss and accuracy stay on the device: reading them would wait for it."""
         inputs, labels = pair_of(batch, self.accelerator.device)
         if self.steering is not None:
-            self.steering.before(done)
+            self.steering.before_step(done)
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.learning_rate * self.schedule.decay(done, self.steps)
         with self.accelerator.autocast():
@@ -199,13 +200,13 @@ class _Run:
         total = logits.new_zeros(())
         if share > 0 and self.teacher is not None:
             with torch.no_grad():
-                answers = self.teacher(inputs)
-            total = total + share * distillation(logits, answers, self.schedule.temperature)
+                teacher_logits = self.teacher(inputs)
+            total = total + share * distillation(logits, teacher_logits, self.schedule.temperature)
         if share < 1:
             total = total + (1 - share) * self.loss(logits, labels)
         return total
 
-    def _curvature(self, parameter: Tensor) -> Tensor | None:
+    def _adam_curvature(self, parameter: Tensor) -> Tensor | None:
         moments: Tensor | None = self.optimizer.state.get(parameter, {}).get("exp_avg_sq")
         return moments
 
@@ -217,7 +218,7 @@ class _Run:
                     module.eval()
 
     def _resume(self, checkpoint: Path | None) -> int:
-        """Steps that were done before, with everything as it was then."""
+        """Restores the state of an interrupted run; returns its number of steps done."""
         if checkpoint is None or not checkpoint.exists():
             return 0
         state = load_checkpoint(checkpoint, self.fingerprint)
@@ -227,7 +228,7 @@ class _Run:
             self.steering.load(state["steering"])
         rank = self.accelerator.process_index
         self.epoch_random, self.step_random = state["epoch_random"][rank], state["step_random"][rank]
-        # The epoch's order was drawn from here: it is drawn again, then the batches done are passed over.
+        # The epoch's order was drawn from this state: it is drawn again, then finished batches are skipped.
         self._restore_random_state(self.epoch_random)
         return int(state["done"])
 
@@ -252,10 +253,10 @@ class _Run:
             generator.set_state(saved)
 
 
-def distillation(logits: Tensor, answers: Tensor, temperature: float = 1.0) -> Tensor:
-    """T^2 KL(teacher || student) of softened answers, mean over samples."""
+def distillation(logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """T^2 KL(teacher || student) of softened outputs, mean over samples."""
     student = (logits / temperature).log_softmax(-1)
-    target = (answers / temperature).log_softmax(-1)
+    target = (teacher_logits / temperature).log_softmax(-1)
     divergence = nn.functional.kl_div(student, target, log_target=True, reduction="none").sum(-1).mean()
     return temperature**2 * divergence
 
@@ -266,10 +267,10 @@ def _accelerator(precision: str) -> Any:
         from accelerate.state import AcceleratorState
     except ImportError as error:
         raise SourceError("fine-tuning needs accelerate: pip install 'factorpack[train]'") from error
-    # accelerate keeps the precision of a process's first run, and refuses a second one of another.
+    # accelerate keeps the precision of a process's first run, and refuses another one later.
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != precision:
         AcceleratorState._reset_state()
-    # Split batches, so that 64 samples a step are 64 however many processes share them.
+    # Split batches, so that a step has the same number of samples for any number of processes.
     loading = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True)
     return Accelerator(mixed_precision=precision, dataloader_config=loading)
 

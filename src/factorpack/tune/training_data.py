@@ -1,4 +1,4 @@
-"""What a run is fed with: its length, its form, and the generators behind its order."""
+"""Training batches: their number, their form, and the generators that shuffle them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def length_of(batches: Iterable[Any]) -> int:
         length = len(batches)  # type: ignore[arg-type]
     except TypeError as error:  # a loader of an iterable dataset has a __len__ that fails
         raise SourceError(
-            "the training data has no length, so no learning rate can be planned over it"
+            "the training data has no length, which the learning rate schedule needs"
         ) from error
     if length == 0:
         raise SourceError("the training data has no batches")
@@ -31,7 +31,7 @@ def pair_of(batch: Any, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def generators_of(batches: Iterable[Any]) -> list[torch.Generator]:
-    """Generators of its own that a loader draws its order from."""
+    """The loader's own generators, which determine its order."""
     places = [batches, *(getattr(batches, name, None) for name in ("sampler", "batch_sampler"))]
     places.append(getattr(places[-1], "sampler", None))
     found = [getattr(place, "generator", None) for place in places]

@@ -1,4 +1,4 @@
-"""Closing a gap to a size exactly: codes that lose least become cheaper ones; rows of zeros go."""
+"""Closes a gap to a size exactly: the codes that lose least move to cheaper ones; rows of zeros are removed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from factorpack.tune.rate import fit_table
 from factorpack.tune.trainable import QuantizedRows
 
 Curvature = Callable[[Tensor], Tensor | None]
-"""A parameter -> how much a loss bends in each of its numbers: Adam's second moments are an estimate."""
+"""A parameter -> the curvature of the loss in each element, estimated by Adam's second moments."""
 
 
 def trim(rows: Sequence[QuantizedRows], bits: float, curvature: Curvature | None = None) -> int:
     """Moves codes one step towards cheaper ones until about `bits` are saved; returns how many it moved.
 
-    First those whose squared rounding error grows least for each bit it saves: weighted by the curvature
-    of the loss where that is known, else in units of their own scales.
+    Codes whose squared rounding error grows least per bit saved move first; errors are weighted by the
+    curvature of the loss if it is known, else they are in units of the codes' own scales.
     """
     with torch.no_grad():
         moves = [_moves(each, curvature) for each in rows]
@@ -42,23 +42,23 @@ def trim(rows: Sequence[QuantizedRows], bits: float, curvature: Curvature | None
 
 
 def _moves(rows: QuantizedRows, curvature: Curvature | None) -> tuple[Tensor, Tensor, Tensor]:
-    """What moving each code would cost a bit saved, the bits it would save, and where it would go."""
+    """The cost of moving each code per bit saved, the bits it saves, and its new code."""
     codes, unit = rows.codes().float(), rows.unit()
     table, _ = fit_table(codes, rows.bits)
     cheaper = table.cheaper(codes)
     saving = table.at(codes) - table.at(cheaper)
     worse = (unit - cheaper).square() - (unit - codes).square()
-    bend = curvature(rows.numbers) if curvature is not None else None
-    if bend is not None:
-        worse = worse * bend * rows.a_code().square()
+    weight = curvature(rows.numbers) if curvature is not None else None
+    if weight is not None:
+        worse = worse * weight * rows.a_code().square()
     movable = cheaper != codes if rows.mask is None else (cheaper != codes) & rows.mask.bool()
     return torch.where(movable, worse / saving, torch.inf), saving, cheaper
 
 
-def without_dead_rows(encoded: Encoded) -> Encoded:
-    """Factors less the rows of the latent, or columns of the codebook, that are zero: a lower rank.
+def remove_dead_rows(encoded: Encoded) -> Encoded:
+    """Factors of lower rank, without zero rows of the latent and zero columns of the codebook.
 
-    The weight is the same, since all that goes is terms of zero. One row is always kept.
+    The weight is unchanged, as the removed terms are zero. One row is always kept.
     """
     if encoded.kind not in LAYOUTS:
         return encoded

@@ -129,7 +129,7 @@ def test_a_wrong_fold_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setattr(permuted_model, "find_groups", without_norms)
-    with pytest.raises(WeightError, match="answers differ by"):
+    with pytest.raises(WeightError, match="outputs differ by"):
         permute_model(eventful(Residual()), IMAGES, iterations=30)
 
 
