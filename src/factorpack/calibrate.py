@@ -90,12 +90,12 @@ class Calibration:
         }
         stop_early = len(layers) == 1 and layers[0] not in self._repeated
         for batch in self.batches:
-            wanted = _layer_inputs(original, layers, batch, stop_early)
-            seen = wanted if compressed is None else _layer_inputs(compressed, layers, batch, stop_early)
+            originals = _layer_inputs(original, layers, batch, stop_early)
+            seen = originals if compressed is None else _layer_inputs(compressed, layers, batch, stop_early)
             for name, running in gathered.items():
-                _check_finite(name, [*wanted[name], *seen[name]])
-                for mine, originals in zip(seen[name], wanted[name], strict=True):
-                    running.add(mine, None if compressed is None else originals)
+                _check_finite(name, [*originals[name], *seen[name]])
+                for mine, original_input in zip(seen[name], originals[name], strict=True):
+                    running.add(mine, None if compressed is None else original_input)
         return {name: running.result() for name, running in gathered.items()}
 
     def _rows_per_batch(self, model: nn.Module, name: str) -> int:

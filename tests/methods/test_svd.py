@@ -18,7 +18,7 @@ from factorpack.report.overhead import overhead
 from factorpack.size import fixed_bits, words
 from factorpack.tiles import to_spatial
 from factorpack.tune.trainable import TrainableFactors
-from factorpack.tune.trim import without_dead_rows
+from factorpack.tune.trim import remove_dead_rows
 from tests.helpers import assert_close, relative_error, seeded
 
 WEIGHT = seeded(24, 10, 3, 3, dtype=torch.float64)
@@ -125,7 +125,7 @@ def test_the_rest_of_the_library_knows_both_kinds(cls: type[SVD] | type[SpatialS
     parts = dict(encoded.parts)
     parts["latent"] = parts["latent"] * torch.tensor([[1], [0], [1], [1]], dtype=torch.int8)
     dead = replace(encoded, parts=parts)
-    alive = without_dead_rows(dead)
+    alive = remove_dead_rows(dead)
     assert len(alive.parts["latent"]) == 3
     assert_close(decode(alive), decode(dead))
     net = torch.nn.Sequential(module)

@@ -86,7 +86,7 @@ def update_codes(sums: AdditiveCode) -> AdditiveCode:
 def update_pairs(sums: AdditiveCode, generator: torch.Generator) -> AdditiveCode:
     """Updates the codes of two random stages together, where that reduces the error.
 
-    A beam search: the codewords of one stage closest_codewords to the pair's target, each with the best codeword of
+    A beam search: the codewords of one stage closest to the pair's target, each with the best codeword of
     the other stage for the remainder.
     """
     first, second = torch.randperm(len(sums.codebooks), generator=generator)[:2].tolist()
@@ -104,11 +104,11 @@ def update_pairs(sums: AdditiveCode, generator: torch.Generator) -> AdditiveCode
 
 
 def closest_codewords(points: Tensor, codewords: Tensor, number: int) -> Tensor:
-    """The `number` codewords, (k, d), closest_codewords to each point, (n, d): (n, number)."""
+    """The `number` codewords, (k, d), closest to each point, (n, d): (n, number)."""
     half = codewords.square().sum(1) / 2
     scores = (
-        torch.addmm(half, points[piece], codewords.T, alpha=-1)
-        for piece in row_blocks(len(points), len(codewords), points.device)
+        torch.addmm(half, points[block], codewords.T, alpha=-1)
+        for block in row_blocks(len(points), len(codewords), points.device)
     )
     return torch.cat([each.topk(number, largest=False).indices for each in scores])
 

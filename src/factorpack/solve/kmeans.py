@@ -31,10 +31,10 @@ def nearest(points: Tensor, codewords: Tensor) -> tuple[Tensor, Tensor]:
     half = codewords.square().sum(1) / 2
     indices = torch.empty(len(points), dtype=torch.int64, device=points.device)
     errors = points.square().sum(1)
-    for piece in row_blocks(len(points), len(codewords), points.device):
+    for block in row_blocks(len(points), len(codewords), points.device):
         # ||x - c||^2 = ||x||^2 + 2 (||c||^2 / 2 - x c)
-        indices[piece], least = argmin_and_min(torch.addmm(half, points[piece], codewords.T, alpha=-1))
-        errors[piece] += 2 * least
+        indices[block], least = argmin_and_min(torch.addmm(half, points[block], codewords.T, alpha=-1))
+        errors[block] += 2 * least
     return indices, errors.clamp_min_(0)
 
 
@@ -53,11 +53,11 @@ def sums_by_index(
     size = points.shape[1]
     places = torch.arange(size, device=points.device)
     sums = torch.zeros(count * size, dtype=torch.float64, device=points.device)
-    for piece in row_blocks(len(points), size, points.device):
-        values = points[piece].double()
+    for block in row_blocks(len(points), size, points.device):
+        values = points[block].double()
         if weights is not None:
-            values = values * weights[piece, None]
-        flat = (indices[piece, None] * size + places).reshape(-1)
+            values = values * weights[block, None]
+        flat = (indices[block, None] * size + places).reshape(-1)
         sums += torch.bincount(flat, values.reshape(-1), minlength=count * size)
     heavy = None if weights is None else weights.double()
     return sums.reshape(count, size), torch.bincount(indices, heavy, minlength=count).double()

@@ -68,9 +68,9 @@ class ProjectedGradient:
             )
         if self.sort not in ("value", "code"):
             raise PlanError(f"sort is {self.sort!r}, allowed are 'value' and 'code'")
-        _expect("steps", self.steps, lambda n: n >= 0, "a whole number from 0 up", int)
-        _expect("samples", self.samples, lambda n: n >= 2, "a whole number from 2 up", int)
-        _expect("patience", self.patience, lambda n: n >= 0, "a whole number from 0 up", int)
+        _expect("steps", self.steps, lambda n: n >= 0, "an integer from 0 up", int)
+        _expect("samples", self.samples, lambda n: n >= 2, "an integer from 2 up", int)
+        _expect("patience", self.patience, lambda n: n >= 0, "an integer from 0 up", int)
         _expect("validation", self.validation, lambda x: 0 < x < 1, "a share between 0 and 1", float)
         _expect("learning_rate", self.learning_rate, lambda x: 0 < x < inf, "a number above 0", float, int)
         _expect("weight_decay", self.weight_decay, lambda x: 0 <= x < inf, "a number from 0 up", float, int)
