@@ -303,7 +303,7 @@ def test_what_finetune_refuses(tmp_path: Path, data: Path, packed: Path, plain: 
     assert "batch_norm is 'thaw'" in failure(*common, "--batch-norm", "thaw")
     assert "epochs 0" in failure(*common, "--epochs", 0)
     assert "mixed_precision is 'fp4'" in failure(*common, "--mixed-precision", "fp4")
-    assert "12 pictures do not fill a batch of 64" in failure(*common, "--batch-size", 64)
+    assert "12 images do not fill a batch of 64" in failure(*common, "--batch-size", 64)
     assert "there is no folder" in failure(
         "finetune", packed, *reading(data), "-o", tmp_path / "missing" / "tuned.safetensors"
     )
