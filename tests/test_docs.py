@@ -179,8 +179,6 @@ def test_an_experiment_fits_its_study_and_its_result_is_of_its_settings(case: Pa
     stored = RESULTS / case.parent.name / f"{case.stem}.json"
     if stored.exists():
         assert json.loads(stored.read_text())["settings"] == settings
-    if case.parent.name == "kernels":
-        pytest.importorskip("triton", reason="kernels are measured where there is triton")
     study = importlib.import_module(STUDIES[case.parent.name])
     inspect.signature(study.run).bind(**settings)
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from factorpack.report.overhead import overhead
 
 from factorpack.decoding import decode
 from factorpack.errors import PlanError
 from factorpack.format.streams import split_of
 from factorpack.methods import METHODS, SVD, Keep, Method, SpatialSVD
 from factorpack.packed import Packed
-from factorpack.report.overhead import overhead
 from factorpack.size import fixed_bits, words
 from factorpack.tiles import to_spatial
 from factorpack.tune.trainable import TrainableFactors
