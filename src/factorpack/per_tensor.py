@@ -31,7 +31,7 @@ from factorpack.source import Entry, Source, file_mark, open_source
 BASE_BYTES = 320 << 20
 """An interpreter with torch in it."""
 WORKING_BYTES, KEPT_BYTES = 60, 10
-"""What a number takes while it is coded, or kept, at most of the methods measured: docs/results.md."""
+"""Bytes per element while it is coded, or kept: the most of any method measured in docs/results/scale.md."""
 
 
 @dataclass(frozen=True, slots=True)
