@@ -46,7 +46,7 @@ def run(
     for outcome in failed[:12]:
         say(f"FAILED {outcome}"[:300])
     worst = max((outcome["error"] for outcome in outcomes if not outcome["fault"]), default=0.0)
-    say(f"{len(checks) - len(failed)} of {len(checks)} are right, largest error {worst:.2e}")
+    say(f"{len(checks) - len(failed)} of {len(checks)} are correct, largest error {worst:.2e}")
     broken = [outcome["launch"] for outcome in failed if outcome.get("launch")]
     bandwidth = copy_bytes_per_s()
     say(f"copies move {bandwidth / 1e12:.2f} TB/s")
