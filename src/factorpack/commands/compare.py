@@ -15,8 +15,8 @@ from rich.table import Table
 
 from factorpack.commands.engine_options import EngineName, engine_of
 from factorpack.commands.finetune import BatchSize, ImageSize, Json, Model, Workers
-from factorpack.comparison.baselines import BASELINES, PLANNED
-from factorpack.comparison.figure import pareto, save_figure, title_of
+from factorpack.comparison.baselines import BASELINES, PLANNED, title_of
+from factorpack.comparison.figure import pareto, save_figure
 from factorpack.comparison.grid import Point
 from factorpack.comparison.request import Request
 from factorpack.errors import PlanError

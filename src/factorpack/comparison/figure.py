@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from factorpack.comparison.baselines import BASELINES, PLANNED
+from factorpack.comparison.baselines import BASELINES, PLANNED, title_of
 from factorpack.comparison.grid import Point
 from factorpack.errors import PlanError
 
@@ -17,13 +17,6 @@ COLOURS = (
     "#16a085", "#34495e", "#b07aa1", "#59a14f", "#e15759", "#4e79a7", "#f28e2b", "#76b7b2",
 )  # fmt: skip
 MARKS = "o^vsDPX*<>hpdH8"
-
-
-def title_of(name: str) -> str:
-    """A method's name in tables and figures; an unknown one, from another version, keeps its own."""
-    if name == PLANNED:
-        return "planned to a budget"
-    return BASELINES[name].title if name in BASELINES else name
 
 
 def pareto(points: Sequence[Point], original: float | None, axes: Any = None) -> Any:

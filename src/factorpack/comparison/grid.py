@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from factorpack.budget.meet import budget_bytes, source_bytes
+from factorpack.budget.goals import budget_bytes, original_bytes
 from factorpack.budget.norms import small_leftovers
 from factorpack.budget.planner import Planner
-from factorpack.comparison.baselines import BASELINES, PLANNED, for_sizing, select_methods, without_data
+from factorpack.comparison.baselines import BASELINES, PLANNED, select_methods
 from factorpack.comparison.ladders import Ladders
 from factorpack.comparison.permute import permute_model
 from factorpack.compression import compress
@@ -27,7 +27,7 @@ from factorpack.format.atomic import atomic_write
 from factorpack.format.locks import locked
 from factorpack.format.packed_file import file_bytes
 from factorpack.format.streams import raw_bytes
-from factorpack.methods import Method, samples_of
+from factorpack.methods import Method
 from factorpack.methods.codeword_tiles import tile_of
 from factorpack.packed import Packed, load, save
 from factorpack.planning.rules import not_a_weight
@@ -106,8 +106,8 @@ class Grid:
     @cached_property
     def _ladders(self) -> dict[str, Ladders]:
         return {
-            name: Ladders(each.ladders, partial(self._measure_size, self._starting_model(name)))
-            for name, each in BASELINES.items()
+            name: Ladders(method.ladders(), partial(self._measure_size, self._starting_model(name)))
+            for name, method in BASELINES.items()
             if name in select_methods(self.methods)
         }
 
@@ -128,7 +128,7 @@ class Grid:
         return self._permuted if name != PLANNED and BASELINES[name].permutes else self.model
 
     def _measure_size(self, model: nn.Module, method: Method) -> tuple[int, float]:
-        packed = self._shrink_leftovers(compress(model, for_sizing(method), progress=False))
+        packed = self._shrink_leftovers(compress(model, method.for_sizing(), progress=False))
         return file_bytes(dict(packed), packed.aliases), weight_error(model, packed)
 
     def _shrink_leftovers(self, packed: Packed) -> Packed:
@@ -146,11 +146,11 @@ class Grid:
         else:
             method = self._ladders[name].best_within(budget_bytes(self._source, ratio))
             if method is None:
-                least = source_bytes(self._source) / self._ladders[name].smallest()
+                least = original_bytes(self._source) / self._ladders[name].smallest()
                 return self._write_point(Point(name, ratio, f"{least:.1f}x is the smallest it makes"))
             started = time.perf_counter()
-            batches = self.calibration if samples_of(method) and self.calibration else None
-            method = method if batches else without_data(method)
+            batches = self.calibration if method.samples and self.calibration else None
+            method = method if batches else method.without_data()
             settings = _describe(method)
             packed = compress(start, method, calibration=batches, progress=False)
         seconds = time.perf_counter() - started
@@ -280,4 +280,4 @@ def _describe(method: Method) -> str:
 
 def _large_tile(_name: str, shape: tuple[int, ...]) -> int:
     """Tiles that span several channels; small ones lie inside a kernel and gain nothing from an order."""
-    return tile_of(shape, regime="large")
+    return tile_of(shape, "large")

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from factorpack.budget.budgeter import MOMENT_BYTES
-from factorpack.budget.meet import source_bytes
+from factorpack.budget.goals import original_bytes
+from factorpack.budget.knowledge import MOMENT_BYTES
 from factorpack.budget.planner import Planner
 from factorpack.comparison.baselines import PLANNED, select_methods
 from factorpack.comparison.grid import Evaluate, Grid, Point, files_of
@@ -72,7 +72,7 @@ class Request:
 
     def tasks(self) -> list[Task]:
         """One task per method, to measure the sizes of its settings only once; one per point of the planner."""
-        need = BASE_BYTES + COPIES * source_bytes(open_source(self.source))
+        need = BASE_BYTES + COPIES * original_bytes(open_source(self.source))
         need += MOMENT_BYTES if self.calibration is not None else 0
         absolute = replace(
             self,

@@ -89,7 +89,7 @@ class LayerProblem:
         return unit + noise.flatten(0, 1)
 
 
-def build_problem(
+def layer_problem(
     rows: Tensor, moments: LayerMoments | None, basis: Basis | None = None, damping: float = DAMPING
 ) -> LayerProblem:
     """The rounding problem of a weight (out, K): its best latent is W H B (H')^-1, with H' = B^T H B.
