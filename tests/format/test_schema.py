@@ -10,10 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factorpack.decoding import PartSpec
 from factorpack.errors import FormatError
 from factorpack.format import schema as schemas
-from factorpack.format.bitpack import packed_bytes
+from factorpack.format.bitpack import bit_string_bytes
 from factorpack.format.schema import (
     RESERVED,
     PartRow,
@@ -25,6 +24,7 @@ from factorpack.format.schema import (
     parse,
 )
 from factorpack.format.streams import ANS, PACKED, RAW, raw_size
+from factorpack.kinds.base import PartSpec
 from factorpack.record import DTYPES, dtype_name
 
 FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
@@ -44,7 +44,7 @@ def raw_part(shape: tuple[int, ...], dtype: torch.dtype) -> PartRow:
 def code_parts(draw: st.DrawFn, shape: tuple[int, int], least_bits: int = 2) -> PartRow:
     bits = draw(st.integers(least_bits, 16))
     codec = draw(st.sampled_from([PACKED, ANS]))
-    size = packed_bytes(math.prod(shape), bits) if codec == PACKED else draw(st.integers(3, 40))
+    size = bit_string_bytes(math.prod(shape), bits) if codec == PACKED else draw(st.integers(3, 40))
     return PartRow(codec, PartSpec(shape, torch.int8 if bits <= 8 else torch.int16, bits), size)
 
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import factorpack as fp
 from factorpack import methods
-from factorpack.decoding import codeword_indices, decode
+from factorpack.decoding import decode
 from factorpack.errors import PlanError
+from factorpack.kinds.codewords import codeword_indices
 from factorpack.quantize.uniform import code_range, from_codes
 from factorpack.record import Encoded
 from factorpack.tiles import to_tiles

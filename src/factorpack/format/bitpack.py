@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from factorpack.errors import FormatError
 
 
-def packed_bytes(count: int, width: int) -> int:
+def bit_string_bytes(count: int, width: int) -> int:
+    """What `pack` makes of `count` values."""
     return (count * width + 7) // 8
 
 
@@ -28,12 +29,12 @@ def pack(values: NDArray[np.unsignedinteger], width: int) -> bytes:
         shifted = numbers[:, place].astype(held) << shift
         for more in range(_touched(shift, width)):
             packed[:, first + more] |= (shifted >> (8 * more)).astype(np.uint8)
-    return packed.reshape(-1)[: packed_bytes(values.size, width)].tobytes()
+    return packed.reshape(-1)[: bit_string_bytes(values.size, width)].tobytes()
 
 
 def unpack(data: bytes, count: int, width: int) -> NDArray[np.uint16]:
     """The inverse of `pack`. The unused bits of the last byte must be zero."""
-    if len(data) != packed_bytes(count, width):
+    if len(data) != bit_string_bytes(count, width):
         raise FormatError(f"{len(data)} bytes for {count} values of {width} bits")
     packed = np.zeros((_rows(count), width), np.uint8)
     packed.reshape(-1)[: len(data)] = np.frombuffer(data, np.uint8)
@@ -61,4 +62,4 @@ def _places(width: int) -> Iterator[tuple[int, int, int, type[np.integer[Any]]]]
 
 
 def _touched(shift: int, width: int) -> int:
-    return packed_bytes(shift + width, 1)
+    return bit_string_bytes(shift + width, 1)

@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from factorpack.decoding import check, codeword_indices, specs
+from factorpack.decoding import check, specs
 from factorpack.errors import FormatError, SourceError
 from factorpack.format import schema as schemas
 from factorpack.format.atomic import atomic_write
 from factorpack.format.schema import RESERVED, SMALL, PartRow, Schema, TensorRow
 from factorpack.format.streams import decode_part, encode_part, raw_bytes, split_of, states_of
+from factorpack.kinds import KINDS
 from factorpack.record import DTYPES, Encoded, dtype_name
 
 METADATA_KEY = "factorpack"
@@ -47,8 +48,10 @@ SAFETENSORS_TYPES = {
 }
 
 
-def header_bytes(entries: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: dict[str, str]) -> bytes:
-    """The head of a safetensors file for entries of (name, type, shape, bytes) that follow in this order."""
+def safetensors_header(
+    entries: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: dict[str, str]
+) -> bytes:
+    """The header of a safetensors file whose entries, (name, type, shape, bytes), follow in this order."""
     table: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     start = 0
     for name, kind, shape, count in entries:
@@ -80,12 +83,15 @@ def check_target(path: Path) -> None:
         )
 
 
-def head_bytes(rows: Sequence[TensorRow], aliases: Mapping[str, str]) -> bytes:
+def file_header(rows: Sequence[TensorRow], aliases: Mapping[str, str]) -> bytes:
     """What a packed file of these tensors begins with; their streams follow `in_file_order`."""
     schemas.check_aliases({row.name for row in rows}, aliases)
     metadata = schemas.dump(Schema(tuple(rows), aliases))
     entries = [(name, "U8", (size,), size) for name, size in _entry_sizes(rows).items()]
-    return header_bytes(entries, {METADATA_KEY: metadata})
+    return safetensors_header(entries, {METADATA_KEY: metadata})
+
+
+head_bytes = file_header  # the name that budget.preview imports
 
 
 def in_file_order(rows: Iterable[TensorRow]) -> list[TensorRow]:
@@ -146,7 +152,7 @@ class Writer:
     def _finish(self) -> None:
         self._spool.write(b"".join(self._small))
         with atomic_write(self._path) as file:
-            file.write(head_bytes(self._rows, self._aliases))
+            file.write(file_header(self._rows, self._aliases))
             self._spool.seek(0)
             shutil.copyfileobj(self._spool, file, 1 << 20)
 
@@ -232,8 +238,8 @@ class Reader(Mapping[str, Encoded]):
 
 def stored(name: str, encoded: Encoded) -> tuple[TensorRow, bytes]:
     """A tensor's row of the schema and its stream."""
-    check(encoded.kind, encoded.shape, encoded.dtype, encoded.transposed_groups, specs(encoded))
-    _check_numbers(encoded)
+    check(encoded.kind, encoded.layout, encoded.dtype, specs(encoded))
+    KINDS[encoded.kind].check_values(encoded)
     streams: list[bytes] = []
     parts: dict[str, PartRow] = {}
     for part_name, spec in specs(encoded).items():
@@ -285,24 +291,8 @@ def _read_row(row: TensorRow, stream: bytes) -> Encoded:
         row.note,
         row.trellis,
     )
-    _check_numbers(encoded)
+    KINDS[encoded.kind].check_values(encoded)
     return encoded
-
-
-def _check_numbers(encoded: Encoded) -> None:
-    """Scales, means and codewords must be finite, no scale negative, and every index one of a codeword.
-
-    Kept values and constants may be anything.
-    """
-    for name, part in encoded.parts.items():
-        if encoded.kind in ("keep", "constant") or name in encoded.bits:
-            continue
-        if not bool(part.isfinite().all()):
-            raise FormatError(f"part {name!r} holds NaN or infinity")
-        if name.endswith("scale") and bool((part < 0).any()):
-            raise FormatError(f"part {name!r} holds a negative scale")
-    if encoded.kind == "codewords":
-        codeword_indices(encoded)
 
 
 def _check_header(path: Path) -> None:
@@ -341,7 +331,7 @@ def write_plain(
             raise SourceError(f"safetensors has no type for {name!r}, a {dtype} tensor")
         entries.append((name, SAFETENSORS_TYPES[dtype], shape, torch.Size(shape).numel() * dtype.itemsize))
     with atomic_write(path) as file:
-        file.write(header_bytes(entries, {"format": "pt"}))
+        file.write(safetensors_header(entries, {"format": "pt"}))
         _write_all(file, values)
 
 

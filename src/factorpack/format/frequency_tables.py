@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from factorpack.errors import FormatError
-from factorpack.format.bitpack import pack, packed_bytes, unpack
+from factorpack.format.bitpack import bit_string_bytes, pack, unpack
 
 MIN_TOTAL_BITS, MAX_TOTAL_BITS = 8, 16
 """Frequencies of a table sum to two to the power of something between these."""
@@ -102,7 +102,7 @@ def read_tables(
 ) -> tuple[list[Counts], int]:
     """Tables of known sizes and of `models` more, and the bytes they took; the data may be anything, and go on."""
     width = size_bits(symbols)
-    start = packed_bytes(models, width)
+    start = bit_string_bytes(models, width)
     if len(data) < start:
         raise FormatError(f"{len(data)} bytes cannot hold the sizes of {models} tables")
     sizes = [*classes, *(unpack(data[:start], models, width).tolist() if width else [0] * models)]
@@ -119,14 +119,14 @@ def _read_values(data: bytes, stored: Counts, total_bits: int) -> tuple[Counts, 
     if 8 * len(data) < count:
         raise FormatError(f"{len(data)} bytes cannot hold {count} frequencies")
     # No frequency takes more than a change of length from 0 to t + 1, or back, and a mantissa.
-    longest = packed_bytes(count, 3 * total_bits + 4)
+    longest = bit_string_bytes(count, 3 * total_bits + 4)
     bits = np.unpackbits(np.frombuffer(data[:longest], np.uint8), bitorder="little")
     ends = np.flatnonzero(bits)[:count]
     if len(ends) < count:
         raise FormatError("the tables of an entropy coder are cut short")
     lengths = _lengths_of(np.diff(ends, prepend=-1) - 1, stored, total_bits)
     values, end = _mantissas(bits, int(ends[-1]) + 1 if count else 0, lengths)
-    taken = packed_bytes(end, 1)
+    taken = bit_string_bytes(end, 1)
     if bits[end : 8 * taken].any():
         raise FormatError("bits are set after the last frequency")
     return values, taken

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from factorpack.format.atomic import atomic_write
-from factorpack.format.container import Reader, Writer, head_bytes, in_file_order, stored
+from factorpack.format.container import Reader, Writer, file_header, in_file_order, stored
 from factorpack.format.schema import TensorRow
 from factorpack.record import Encoded
 
@@ -28,14 +28,14 @@ def assemble(path: Path, parts: Mapping[str, Path], aliases: Mapping[str, str]) 
     """
     rows = [Reader(part).rows[name] for name, part in parts.items()]
     with atomic_write(path) as file:
-        file.write(head_bytes(rows, aliases))
+        file.write(file_header(rows, aliases))
         for row in in_file_order(rows):
             file.write(Reader(parts[row.name]).stream(row.name).data)
 
 
 def bytes_of(rows: Sequence[TensorRow], aliases: Mapping[str, str]) -> int:
     """Of the file that tensors stored so would make."""
-    return len(head_bytes(rows, aliases)) + sum(row.stored_bytes for row in rows)
+    return len(file_header(rows, aliases)) + sum(row.stored_bytes for row in rows)
 
 
 def file_bytes(tensors: Mapping[str, Encoded], aliases: Mapping[str, str]) -> int:

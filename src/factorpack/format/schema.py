@@ -12,13 +12,16 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from factorpack.decoding import PartSpec, check
+from factorpack.decoding import check
 from factorpack.errors import FormatError
-from factorpack.format.bitpack import packed_bytes
-from factorpack.format.streams import ANS, CODECS, PACKED, PATHS, RAW, TRELLIS, raw_size
+from factorpack.format.bitpack import bit_string_bytes
+from factorpack.format.streams import ANS, CODECS, PACKED, RAW, TRELLIS, raw_size
+from factorpack.kinds import KINDS
+from factorpack.kinds.base import PartSpec, Specs
 from factorpack.quantize.trellis import MEMORY
 from factorpack.quantize.uniform import MAX_STORED_BITS, code_dtype
-from factorpack.record import DTYPES, THRESHOLDED, dtype_name
+from factorpack.record import DTYPES, dtype_name
+from factorpack.tiles import Layout
 
 VERSION = 1
 MAX_JSON_BYTES = 1 << 25
@@ -216,14 +219,19 @@ def _row(fields: dict[str, Any]) -> TensorRow:
     numel = largest_numel(row.shape, specs.values())
     if numel > EXPANSION * row.stored_bytes:
         raise FormatError(
-            f"claims {numel} numbers in {row.stored_bytes} bytes, allowed are {EXPANSION} a byte"
+            f"claims {numel} elements in {row.stored_bytes} bytes, allowed are {EXPANSION} per byte"
         )
-    check(row.kind, row.shape, DTYPES[row.dtype], row.transposed_groups, specs)
-    codes = math.prod(specs[THRESHOLDED[row.kind]].shape) if row.kind in THRESHOLDED else 0
-    if row.extra_zeros > codes:
-        raise FormatError(f"claims {row.extra_zeros} extra zeros among {codes} codes")
+    check(row.kind, Layout(row.shape, row.transposed_groups), DTYPES[row.dtype], specs)
+    _check_zeros(row, specs)
     _check_trellis(row)
     return row
+
+
+def _check_zeros(row: TensorRow, specs: Specs) -> None:
+    part = KINDS[row.kind].threshold_part
+    codes = 0 if part is None else math.prod(specs[part].shape)
+    if row.extra_zeros > codes:
+        raise FormatError(f"claims {row.extra_zeros} extra zeros among {codes} codes")
 
 
 def _check_trellis(row: TensorRow) -> None:
@@ -231,7 +239,7 @@ def _check_trellis(row: TensorRow) -> None:
     if row.trellis not in (0, *MEMORY):
         raise FormatError(f"a trellis of {row.trellis} states, known are {', '.join(map(str, MEMORY))}")
     coded = [name for name, part in row.parts.items() if part.codec == TRELLIS]
-    expected = [name for name in row.parts if name in PATHS and row.trellis]
+    expected = [name for name in row.parts if name == KINDS[row.kind].path_part and row.trellis]
     if coded != expected or (row.trellis and not coded):
         raise FormatError(f"{row.trellis} states, and {coded} coded along them, expected {expected}")
 
@@ -248,7 +256,7 @@ def _part(value: object) -> PartRow:
     count = math.prod(spec.shape)
     if (codec == RAW) == is_codes or (is_codes and not 1 <= bits <= MAX_STORED_BITS):
         raise FormatError(f"codec {codec!r} cannot hold {kind!r}")
-    expected = {RAW: raw_size(spec), PACKED: packed_bytes(count, bits)}.get(codec, part.stored_bytes)
+    expected = {RAW: raw_size(spec), PACKED: bit_string_bytes(count, bits)}.get(codec, part.stored_bytes)
     if part.stored_bytes != expected or (codec in (ANS, TRELLIS) and count == 0):
         raise FormatError(f"{part.stored_bytes} bytes for a {codec!r} part of shape {spec.shape}")
     return part
@@ -287,5 +295,5 @@ def _shape(value: object) -> tuple[int, ...]:
     shape = tuple(_integer(size, "a dimension") for size in value)
     # An empty tensor's other dimensions count too: torch multiplies them into strides.
     if math.prod(max(size, 1) for size in shape) > _MAX_INT:
-        raise FormatError(f"a shape of {shape} has more than 2^48 numbers")
+        raise FormatError(f"a shape of {shape} has more than 2^48 elements")
     return shape

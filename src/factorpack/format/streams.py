@@ -8,18 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from factorpack.decoding import LAYOUTS, PartSpec
 from factorpack.errors import FormatError
 from factorpack.format import entropy, trellis_stream
-from factorpack.format.bitpack import pack, packed_bytes, unpack
+from factorpack.format.bitpack import bit_string_bytes, pack, unpack
+from factorpack.kinds import KINDS
+from factorpack.kinds.base import PartSpec
 from factorpack.quantize.uniform import code_range
 from factorpack.record import Encoded
-from factorpack.tiles import out_first_shape
 
 RAW, PACKED, ANS, TRELLIS = "raw", "packed", "ans", "trellis"
 CODECS = (RAW, PACKED, ANS, TRELLIS)
-PATHS = ("codes", "latent")
-"""Parts that may be paths through a trellis."""
 
 
 def encode_part(part: Tensor, bits: int, split: int = 0, states: int = 0) -> tuple[str, bytes]:
@@ -33,7 +31,7 @@ def encode_part(part: Tensor, bits: int, split: int = 0, states: int = 0) -> tup
     _check_range(codes, bits)
     if states:
         return TRELLIS, trellis_stream.encode(codes, states, split)
-    fixed_bytes = packed_bytes(codes.size, bits)
+    fixed_bytes = bit_string_bytes(codes.size, bits)
     coded = entropy.encode(codes, split)
     if len(coded) < fixed_bytes:
         return ANS, coded
@@ -47,30 +45,18 @@ def estimated_part_bytes(part: Tensor, bits: int, split: int = 0, states: int = 
         return part.numel() * part.dtype.itemsize
     if states:
         return trellis_stream.estimated_bytes(part.cpu().numpy(), states, split)
-    fixed_bytes = packed_bytes(part.numel(), bits)
+    fixed_bytes = bit_string_bytes(part.numel(), bits)
     return min(fixed_bytes, entropy.estimated_bytes(part.cpu().numpy(), split))
 
 
 def split_of(encoded: Encoded, name: str) -> int:
-    """How many output channels a part's columns divide into evenly, or 0.
-
-    Tiles that divide a filter make column j of a latent, or of indices, belong to one output channel, as
-    every column of a spatial latent does, and a channel's codes, of all latent rows, are more alike than a
-    latent row's.
-    """
-    axis = 0 if encoded.kind in LAYOUTS and name == "latent" else None
-    if encoded.kind == "codewords" and name == "indices":
-        axis = 1
-    if axis is None:
-        return 0
-    channels = out_first_shape(encoded.shape, encoded.transposed_groups)[0]
-    tile = encoded.parts["codebook"].shape[axis]
-    return channels if channels > 1 and (encoded.numel // channels) % tile == 0 else 0
+    """How many output channels a part's columns divide into evenly, or 0."""
+    return KINDS[encoded.kind].channel_split(encoded, name)
 
 
 def states_of(encoded: Encoded, name: str) -> int:
     """States of the trellis that a part's codes are a path through, or 0."""
-    return encoded.trellis if name in PATHS else 0
+    return encoded.trellis if name == KINDS[encoded.kind].path_part else 0
 
 
 def coded_bytes(encoded: Encoded) -> int:

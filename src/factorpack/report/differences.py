@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from factorpack.decoding import decode
+from factorpack.kinds import KINDS
 from factorpack.packed import Packed
 from factorpack.record import Encoded
 from factorpack.source import Checkpoint, Source, open_source
@@ -74,7 +75,7 @@ def _compare(name: str, weight: Tensor, original: Tensor, encoded: Encoded, hist
     if weight.shape != original.shape or weight.dtype != original.dtype:
         found, expected = (f"{value.dtype} {tuple(value.shape)}" for value in (weight, original))
         return TensorCheck(name, 0.0, 0.0, f"is {found}, the original {expected}")
-    if encoded.kind == "keep" and encoded.parts["values"].dtype == original.dtype:
+    if KINDS[encoded.kind].is_raw and encoded.parts["values"].dtype == original.dtype:
         same = _bits(weight).equal(_bits(original))
         return TensorCheck(name, 0.0, 0.0, "" if same else "kept raw, yet differs")
     difference = weight.double() - original.double()

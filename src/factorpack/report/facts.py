@@ -12,23 +12,14 @@ import numpy as np
 from factorpack.budget.curves import Curve
 from factorpack.budget.norms import FOLDED
 from factorpack.errors import PlanError
+from factorpack.kinds import KINDS
 from factorpack.packed import Packed
 from factorpack.report.differences import TensorCheck, verify
 from factorpack.report.name_groups import groups_of
 from factorpack.report.text import printable
-from factorpack.size import TensorSize, zero_share
+from factorpack.size import TensorSize
 from factorpack.source import Checkpoint
 
-KINDS = {
-    "factors": "quantized factors",
-    "spatial": "low-rank filters",
-    "scalar": "a code a weight",
-    "levels": "levels",
-    "codewords": "codewords",
-    "keep": "kept as they are",
-    "constant": "one value",
-}
-"""What a kind is called on the page."""
 ITEMS = {
     "latent": "codes",
     "codebook": "codebooks",
@@ -40,8 +31,6 @@ ITEMS = {
 }
 """What a stream is called on the page."""
 _LEAST_LOSS = 1e-12
-UNCODED = ("keep", "constant")
-"""Kinds that are no codes: a weight error over all weights leaves them out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +129,13 @@ def gather(
     checks = {}
     if original is not None:
         checks = {check.name: check for check in verify(packed, original, histograms=True)}
-    coded = [checks[line.name] for line in report.tensors if line.name in checks and line.kind not in UNCODED]
+    coded = [
+        checks[line.name] for line in report.tensors if line.name in checks and KINDS[line.kind].is_coded
+    ]
     tensors = tuple(
-        _tensor(line, groups[line.name], zero_share(packed[line.name]), checks.get(line.name))
+        _tensor(
+            line, groups[line.name], KINDS[line.kind].zero_share(packed[line.name]), checks.get(line.name)
+        )
         for line in report.tensors
     )
     return Facts(
@@ -163,7 +156,7 @@ def _tensor(line: TensorSize, group: str, zeros: float | None, check: TensorChec
     stored = {item: count for item, count in (line.stored_bytes or {}).items() if count}
     compared = check if check is not None and (check.norm or not check.problem) else None
     # A folded norm computes the same with other numbers: its error is told, and is no problem.
-    folded = line.kind in UNCODED and line.note.startswith(FOLDED) and compared is not None
+    folded = not KINDS[line.kind].is_coded and line.note.startswith(FOLDED) and compared is not None
     return TensorFacts(
         name=printable(line.name),
         group=printable(group),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from factorpack.decoding import LAYOUTS
+from factorpack.kinds import KINDS
 from factorpack.packed import Packed
 from factorpack.record import Encoded, weight_of
 from factorpack.runtime.factored import why_not_factored
@@ -78,7 +78,7 @@ def overhead(
     layers, uncounted = {}, []
     modules = {weight_of(name): module for name, module in model.named_modules()}
     for name, encoded in packed.items():
-        if encoded.kind not in LAYOUTS:
+        if not KINDS[encoded.kind].is_product:
             continue
         if name not in positions:
             uncounted.append(name)

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from factorpack.decoding import decode, decode_into
 from factorpack.errors import PlanError
+from factorpack.kinds import KINDS
 from factorpack.record import Encoded, weight_of
 from factorpack.runtime.choose import choose
 from factorpack.runtime.factored import FACTORED, why_not_factored
 from factorpack.runtime.packed_layers import PACKED, PackedLayer, hold_packed
-from factorpack.runtime.packed_weight import CODED, PackedWeight
+from factorpack.runtime.packed_weight import PackedWeight
 from factorpack.runtime.timing import timed
 
 Mode = Literal["dense", "packed", "factored", "auto"]
@@ -86,11 +87,12 @@ def apply(
     reports: list[LayerReport] = []
     for target, encoded in tensors:
         names = [target, *(alias for alias, tied in aliases.items() if tied == target)]
-        held = [name for name in names if name in holders] if encoded.kind in CODED else []
+        is_coded = KINDS[encoded.kind].is_coded
+        held = [name for name in names if name in holders] if is_coded else []
         candidates += _candidates({name: holders[name] for name in held}, encoded, mode)
         plain = names if mode == "auto" else [name for name in names if name not in held]
         _fill({id(targets[name]): targets[name] for name in plain}.values(), encoded)
-        if encoded.kind in CODED and not held:
+        if is_coded and not held:
             note = "" if mode == "dense" else "no layer of a class that can be packed holds it"
             reports.append(LayerReport(target, "dense", note))
     return Applied(model, (*_settle(candidates, mode, run_example, slack), *reports))

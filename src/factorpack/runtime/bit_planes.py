@@ -25,7 +25,7 @@ def planes(bits: int) -> tuple[int, ...]:
     return (*widths, *(width for width in (4, 2, 1) if bits % 8 & width))
 
 
-def packed_bytes(count: int, bits: int) -> int:
+def bit_plane_bytes(count: int, bits: int) -> int:
     """What `pack_codes` makes of `count` codes."""
     return sum(_plane_bytes(count, width) for width in planes(bits))
 

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import WeightError
+from factorpack.kinds import KINDS
 from factorpack.record import Encoded
 
 WIDTHS = (2, 3, 4, 8)
 """Bits a code, of those that can be laid out."""
 GRAIN = 16
 """H is a multiple of it, so that every row and every slice begins where wide loads may."""
-_MULTIPLIED = {"factors": "latent", "scalar": "codes"}
-"""Codes that inputs can be multiplied by as they are."""
 PADDING = 1 / 16
 """The share of more bytes, for rows filled up to the grain, that is still worth it."""
 
@@ -113,19 +112,9 @@ def as_cells(packed: Tensor, bits: int) -> Tensor:
 
 def laid_in_rows(encoded: Encoded) -> dict[str, tuple[int, int]]:
     """Codes of a matrix that are laid out to be multiplied by, and their shape then: (outputs, codes of each)."""
-    name = _MULTIPLIED.get(encoded.kind)
-    if name is None or len(encoded.shape) != 2:
+    name = KINDS[encoded.kind].row_part(encoded)
+    if name is None:
         return {}
     outputs = encoded.shape[0]
-    if encoded.kind == "factors" and encoded.shape[1] % len(encoded.parts["codebook"]):
-        return {}
-    if encoded.kind == "scalar" and _clamps(encoded):
-        return {}
     columns = encoded.parts[name].numel() // outputs
     return {name: (outputs, columns)} if suits(columns, encoded.bits[name]) else {}
-
-
-def _clamps(encoded: Encoded) -> bool:
-    """Whether a weight of codes and scales may meet the limits of its type, which products with codes do not."""
-    largest = encoded.parts["scale"].float().abs().max().item() * (1 << (encoded.bits["codes"] - 1))
-    return not largest <= torch.finfo(encoded.dtype).max

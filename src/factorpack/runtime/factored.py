@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from factorpack.kinds import KINDS
 from factorpack.quantize.uniform import from_codes
 from factorpack.record import Encoded
 from factorpack.runtime.packed_layers import (
@@ -35,9 +36,9 @@ _CONVOLVE: dict[int, Callable[..., Tensor]] = {
 
 def why_not_factored(layer: nn.Module, encoded: Encoded) -> str:
     """Why a layer cannot be computed from its factors; empty where it can."""
-    if encoded.kind != "factors":
+    if not KINDS[encoded.kind].computes_factored:
         return f"its weight is stored as {encoded.kind!r}, only factors can be computed with"
-    if type(layer) not in FACTORED or encoded.transposed_groups:
+    if type(layer) not in FACTORED or encoded.layout.transposed_groups:
         return f"layers of class {type(layer).__name__} are not computed from factors"
     if encoded.dtype == torch.float16:
         return "its weight is FP16, which holds neither the folded scales nor sums of codes"

@@ -9,16 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from factorpack.decoding import check_indices, rebuild
-from factorpack.kinds.slices import ALONG_TILES, Range, pieces, tile_numbers
+from factorpack.kinds import KINDS
+from factorpack.kinds.slices import Range
 from factorpack.quantize.uniform import from_codes
 from factorpack.record import Encoded
 from factorpack.runtime.bit_planes import pack_codes, unpack_at, unpack_codes, unpack_range, unpack_reference
 from factorpack.runtime.code_rows import laid_in_rows, pack_rows, unpack_rows, unpack_rows_reference
-
-CODED = ("factors", "spatial", "codewords", "scalar", "levels")
-"""Kinds that are smaller in memory than the weight they stand for."""
-_TILE_FIRST = {"factors": "latent", "codewords": "indices"}
-"""Codes held transposed, the numbers of a tile side by side: the order in which a layer reads them."""
 
 
 class PackedWeight(nn.Module):
@@ -32,11 +28,12 @@ class PackedWeight(nn.Module):
     def __init__(self, encoded: Encoded, like: Tensor) -> None:
         super().__init__()
         check_indices(encoded)
-        self.kind, self.shape, self.decoded = encoded.kind, encoded.shape, encoded.dtype
-        self.transposed_groups = encoded.transposed_groups
+        self.kind, self.layout, self.decoded = encoded.kind, encoded.layout, encoded.dtype
+        self.shape = encoded.shape
         self.bits = dict(encoded.bits)
         self.part_shapes = {name: tuple(part.shape) for name, part in encoded.parts.items()}
         self.part_dtypes = {name: part.dtype for name, part in encoded.parts.items()}
+        self.tiling = KINDS[self.kind].tiling(self.part_shapes)
         self.in_rows = laid_in_rows(encoded)
         """Codes that inputs are multiplied by as they lie, and their shape then: (outputs, codes of each)."""
         for name, part in encoded.parts.items():
@@ -62,7 +59,7 @@ class PackedWeight(nn.Module):
         all tiles of a row, (K, 1). Made at every call, they would cost more than the products do. Both are in
         the weight's type, but in FP32 for FP16, which does not hold the scales.
         """
-        if self.kind != "factors" or "latent" not in self.in_rows or self.part_shapes["latent_scale"][1] != 1:
+        if "latent" not in self.in_rows or self.part_shapes["latent_scale"][1] != 1:
             return
         dtype = torch.float32 if self.like.dtype == torch.float16 else self.like.dtype
         codebook = from_codes(self.part("codebook"), self.part("codebook_scale"))
@@ -89,36 +86,37 @@ class PackedWeight(nn.Module):
             # A compiler writes every piece out, and a GPU has the memory but not the time for many kernels.
             if torch.compiler.is_compiling() or self.like.device.type != "cpu":
                 return rebuild(self.encoded()).to(self.like.dtype)
-            return self._by_pieces()
+            return self._by_slices()
 
-    def _by_pieces(self) -> Tensor:
-        cut = pieces(self.kind, self.shape, self.transposed_groups, self.part_shapes)
-        if len(cut) < 2:
+    def _by_slices(self) -> Tensor:
+        slices = KINDS[self.kind].cut(self.layout, self.part_shapes)
+        if len(slices) < 2:
             return rebuild(self.encoded()).to(self.like.dtype)
         weight = torch.empty(self.shape, dtype=self.like.dtype)
-        whole = {name: self.part(name) for name in self.part_shapes if name not in cut[0].parts}
-        for piece in cut:
+        whole = {name: self.part(name) for name in self.part_shapes if name not in slices[0].ranges}
+        for each in slices:
             parts = {
-                name: whole[name] if name in whole else self.part(name, piece.parts[name])
+                name: whole[name] if name in whole else self.part(name, each.ranges[name])
                 for name in self.part_shapes
             }
-            piece.put(rebuild(self._encoded(piece.shape, parts)), weight)
+            each.write(rebuild(self._encoded(each.shape, parts)), weight)
         return weight
 
     @property
     def has_rows(self) -> bool:
         """Whether each entry of the weight's first axis is made of codes of its own: of whole tiles."""
-        if self.kind not in ALONG_TILES or self.transposed_groups or not self.shape[0]:
+        if self.tiling is None or self.layout.transposed_groups or not self.shape[0]:
             return False
-        return math.prod(self.shape[1:]) % tile_numbers(self.kind, self.part_shapes) == 0
+        return math.prod(self.shape[1:]) % self.tiling.size == 0
 
     def rows(self, index: Tensor) -> Tensor:
         """Entries of the weight's first axis, (n,) -> (n, ...), none of the others being rebuilt."""
-        each = math.prod(self.shape[1:]) // tile_numbers(self.kind, self.part_shapes)
+        assert self.tiling is not None
+        each = math.prod(self.shape[1:]) // self.tiling.size
         count, device = self.shape[0] * each, index.device
         known = torch.arange(0, count, each, device=device).index_select(0, index)  # refuses what is no row
         tiles = (known[:, None] + torch.arange(each, device=device)).reshape(-1)
-        axes = ALONG_TILES[self.kind]
+        axes = self.tiling.axes
         parts = {
             name: self._at(name, axes[name], index, tiles)
             if name in axes and shape[axes[name]] == count
@@ -149,7 +147,7 @@ class PackedWeight(nn.Module):
         return self._encoded(self.shape, {name: self.part(name) for name in self.part_shapes})
 
     def _encoded(self, shape: tuple[int, ...], parts: dict[str, Tensor]) -> Encoded:
-        return Encoded(self.kind, shape, self.decoded, parts, self.bits, self.transposed_groups)
+        return Encoded(self.kind, shape, self.decoded, parts, self.bits, self.layout.transposed_groups)
 
     def part(self, name: str, taken: Range | None = None) -> Tensor:
         """A part, or a range of it; of codes, which lie one after the other, along their first axis in memory."""
@@ -188,9 +186,12 @@ class PackedWeight(nn.Module):
         return codes[start - first * width : stop - first * width]
 
     def _laid(self, name: str) -> tuple[bool, int, int]:
-        """Whether codes are held transposed, and their rows and columns as they are held."""
+        """Whether codes are held transposed, and their rows and columns as they are held.
+
+        The codes of a tile lie side by side: the order in which a layer reads them.
+        """
         rows, columns = self.part_shapes[name]
-        turned = name == _TILE_FIRST.get(self.kind)
+        turned = self.tiling is not None and self.tiling.axes.get(name) == 1
         return (True, columns, rows) if turned else (False, rows, columns)
 
     def extra_repr(self) -> str:
