@@ -82,7 +82,7 @@ class Weight:
         return as_encoded(matrix, scale, posed.problem.basis, posed.weight, posed.transposed_groups)
 
 
-@patch.object(entropy, "_DEARER", 0.0)
+@patch.object(entropy, "_CHUNK_MARGIN", 0.0)
 def run(model: str, bits: float, step: float, states: list[int]) -> dict[str, Any]:
     """Curves about a step, in spreads; ways are compared at the error where rounding by rate takes `bits`."""
     brute_force = {str(count): check_against_brute_force(count) for count in states}
@@ -223,7 +223,7 @@ def _context_savings(weight: Weight, codes: NDArray[np.float32]) -> dict[str, fl
     name = "latent" if "latent" in encoded.parts else "codes"
     split, tile = split_of(encoded, name), weight.posed.tile
     matrix = encoded.parts[name].numpy()
-    low, order, symbols = entropy.numbered(matrix)
+    low, order, symbols = entropy.to_symbols(matrix)
     plan, total_bits, bits = entropy._best(symbols, len(order), split)
     model = plan.classing.rows[:, None] + plan.classing.columns
     if tile > 1:  # back from the view, (s, n/s * k), or from the tiles, (k, n), to channels
@@ -380,14 +380,14 @@ def _dependent_bytes(weight: Weight, indices: Matrix, quantizer: Matrix, step: f
     """Bytes of the stream that the format would hold with a table more for each class, one a quantizer."""
     encoded = weight.encoded(indices, step)
     name = "latent" if "latent" in encoded.parts else "codes"
-    _, order, symbols = entropy.numbered(encoded.parts[name].numpy())
+    _, order, symbols = entropy.to_symbols(encoded.parts[name].numpy())
     size = len(order)
     tile = weight.posed.tile
     folded = quantizer.reshape(-1, tile).T if tile > 1 else quantizer
     joint = symbols.astype(np.uint16) + folded.astype(np.uint16) * np.uint16(size)
     least = float("inf")
     for plan in entropy._plans(symbols, size, split_of(encoded, name)):
-        counts = class_counts(entropy.viewed(joint, plan.split), plan.classing, 2 * size)
+        counts = class_counts(entropy.to_view(joint, plan.split), plan.classing, 2 * size)
         split = entropy.Plan(plan.split, plan.classing, [*plan.counts[:2], counts.reshape(-1, size)])
         least = min([least, *(split.bits(total) for total in entropy.TOTALS if split.fits(total))])
     return _fixed_bytes(encoded) + least / 8 + 15  # header and the last word
@@ -403,7 +403,7 @@ def _check_bytes(weight: Weight) -> None:
 def _round_trip(weight: Weight, step: float, states: int, price: float) -> dict[str, float]:
     """A real message of the trellis's indices, written and read back, beside a plain one of the format."""
     ((indices, quantizer),) = _trellis_codes(weight, [step], states, price)
-    _, order, symbols = entropy.numbered(indices.astype(np.int16))
+    _, order, symbols = entropy.to_symbols(indices.astype(np.int16))
     classing = fit_classes(symbols, 0.5)
     model = 2 * (classing.rows[:, None] + classing.columns) + quantizer
     size = len(order)

@@ -242,9 +242,9 @@ def test_what_could_not_be_read_is_not_written(tmp_path: Path, name: str, messag
 
 @pytest.mark.parametrize("name", ["factorpack.small", "__metadata__"])
 def test_reserved_names_are_refused(tmp_path: Path, name: str):
-    with pytest.raises(SourceError, match="the file uses that name itself"):
+    with pytest.raises(SourceError, match="the file format uses that name"):
         write_packed(tmp_path / "file", {name: wide(1, 1)})
-    with pytest.raises(FormatError, match=f"a tensor is called '{name}'"):
+    with pytest.raises(FormatError, match=f"a tensor is named '{name}'"):
         write_packed(tmp_path / "file", {"a": wide(1, 1)}, {name: "a"})
 
 

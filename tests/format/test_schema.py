@@ -18,8 +18,8 @@ from factorpack.format.schema import (
     PartRow,
     Schema,
     TensorRow,
+    count_filler,
     dump,
-    filler_for,
     largest_numel,
     parse,
 )
@@ -132,7 +132,7 @@ def factor_rows(draw: st.DrawFn, name: str) -> TensorRow:
 def finished(draw: st.DrawFn, row: TensorRow) -> TensorRow:
     """The row with any checksum and note, and no less filler than it needs."""
     numel = largest_numel(row.shape, [part.spec for part in row.parts.values()])
-    filler = filler_for(numel, row.stored_bytes) + draw(st.integers(0, 2))
+    filler = count_filler(numel, row.stored_bytes) + draw(st.integers(0, 2))
     crc, note = draw(st.integers(0, 2**32 - 1)), draw(NAMES)
     return TensorRow(
         row.name,
@@ -199,7 +199,7 @@ def test_usual_values_take_no_room():
     [(0, 0, 0), (1, 0, 1), (1024, 0, 1), (1024, 1, 0), (1025, 1, 1), (1 << 20, 3, 1021)],
 )
 def test_filler_keeps_1024_numbers_a_byte(numel: int, stored: int, filler: int):
-    assert filler_for(numel, stored) == filler
+    assert count_filler(numel, stored) == filler
 
 
 def test_a_codebook_larger_than_its_weight_counts():

@@ -333,16 +333,16 @@ PARTS: Cases = {
 }
 
 NAMES: Cases = {
-    "a tensor twice": (twice, "fc.weight", "stands twice in the schema"),
+    "a tensor twice": (twice, "fc.weight", "appears twice in the schema"),
     "name of the shared entry": (
         renamed("steps", "factorpack.small"),
         "factorpack.small",
         "expected text other than",
     ),
     "name of the metadata": (renamed("steps", "__metadata__"), "__metadata__", "expected text other than"),
-    "name a number": (renamed("steps", 5), None, "a tensor is called 5"),
-    "name a list": (renamed("steps", ["steps"]), None, "a tensor is called ['steps']"),
-    "name of half a surrogate": (renamed("steps", "\udfff"), None, "a tensor is called '\\udfff'"),
+    "name a number": (renamed("steps", 5), None, "a tensor is named 5"),
+    "name a list": (renamed("steps", ["steps"]), None, "a tensor is named ['steps']"),
+    "name of half a surrogate": (renamed("steps", "\udfff"), None, "a tensor is named '\\udfff'"),
     "alias of nothing": (
         aliases(tied="none"),
         None,
@@ -357,7 +357,7 @@ NAMES: Cases = {
     "alias over the shared entry": (
         aliases(**{"factorpack.small": "mask"}),
         None,
-        "called 'factorpack.small'",
+        "named 'factorpack.small'",
     ),
     "aliases a list": (document("aliases", []), None, "its aliases not a table"),
     "tensors a table": (document("tensors", {}), None, "the schema's tensors are not a list"),
@@ -414,15 +414,15 @@ TEXTS: dict[str, tuple[Callable[[], bytes], str]] = {
     "not a number": (lambda: schema_json().replace(b'"shape":[7]', b'"shape":[NaN]'), "a dimension is nan"),
     "a key twice": (
         lambda: schema_json().replace(b'"kind":"keep"', b'"kind":"keep","kind":"keep"', 1),
-        "the key 'kind' stands twice",
+        "the key 'kind' appears twice",
     ),
     "a part twice": (
         lambda: schema_json().replace(b'"values":', b'"values":["raw","int8",[],1],"values":', 1),
-        "the key 'values' stands twice",
+        "the key 'values' appears twice",
     ),
     "an alias twice": (
         lambda: schema_json().replace(b'"aliases":{', b'"aliases":{"tied.weight":"mask",'),
-        "the key 'tied.weight' stands twice",
+        "the key 'tied.weight' appears twice",
     ),
     "a list": (lambda: b"[]", "the schema holds 'list'"),
     "null": (lambda: b"null", "the schema holds 'NoneType'"),

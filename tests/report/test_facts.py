@@ -192,7 +192,7 @@ class TestCurves:
         ],
     )
     def test_that_is_none(self, packed: fp.Packed, curve: Curve) -> None:
-        with pytest.raises(fp.PlanError, match="expected as many numbers"):
+        with pytest.raises(fp.PlanError, match="expected the same count of finite numbers"):
             gather(packed, curves={"body.0.weight": curve})
 
 

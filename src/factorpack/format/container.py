@@ -1,4 +1,4 @@
-"""The container: a safetensors file of byte streams, written to a sibling and renamed, read lazily."""
+"""The container: a safetensors file of byte streams, written beside its target and renamed, read lazily."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from factorpack.record import DTYPES, Encoded, dtype_name
 
 METADATA_KEY = "factorpack"
 SMALL_BYTES = 16384
-"""Streams below this share one entry: an entry of its own costs a tensor about 100 bytes of header."""
+"""Smaller streams share one entry: a separate entry costs about 100 bytes of header."""
 
 SAFETENSORS_TYPES = {
     torch.float64: "F64",
@@ -63,7 +63,7 @@ def safetensors_header(
 
 
 def is_packed(path: str | Path) -> bool:
-    """Whether a file says of itself that it is a packed one, whole or not."""
+    """Whether a file claims to be a packed file, complete or not."""
     try:
         with safe_open(path, framework="numpy") as file:
             return METADATA_KEY in (file.metadata() or {})
@@ -79,12 +79,12 @@ def check_target(path: Path) -> None:
         raise SourceError(f"{path} is a folder, expected a file to write")
     if not os.access(path.parent, os.W_OK):
         raise SourceError(
-            f"{path.name} cannot be written: the folder {path.parent} is read-only, for this user at least"
+            f"{path.name} cannot be written: the folder {path.parent} is read-only for this user"
         )
 
 
 def file_header(rows: Sequence[TensorRow], aliases: Mapping[str, str]) -> bytes:
-    """What a packed file of these tensors begins with; their streams follow `in_file_order`."""
+    """What a packed file of these tensors begins with; their streams follow `sort_for_file`."""
     schemas.check_aliases({row.name for row in rows}, aliases)
     metadata = schemas.dump(Schema(tuple(rows), aliases))
     entries = [(name, "U8", (size,), size) for name, size in _entry_sizes(rows).items()]
@@ -94,13 +94,13 @@ def file_header(rows: Sequence[TensorRow], aliases: Mapping[str, str]) -> bytes:
 head_bytes = file_header  # the name that budget.preview imports
 
 
-def in_file_order(rows: Iterable[TensorRow]) -> list[TensorRow]:
-    """The large streams, then the small ones that share an entry."""
+def sort_for_file(rows: Iterable[TensorRow]) -> list[TensorRow]:
+    """Rows in file order: the large streams, then the small ones that share an entry."""
     return sorted(rows, key=_is_small)
 
 
 class Writer:
-    """Writes a packed file tensor by tensor, holding no more than one: `add`, then leave the block.
+    """Writes a packed file tensor by tensor and holds at most one: call `add`, then leave the block.
 
     >>> with Writer(path) as writer:  # doctest: +SKIP
     ...     writer.add("conv1.weight", encoded)
@@ -115,13 +115,13 @@ class Writer:
 
     def __enter__(self) -> Writer:
         check_target(self._path)
-        # The header comes first and is known last, so the streams wait in a file that has no name.
+        # The header comes first and is known last, so the streams wait in an unnamed file.
         self._spool = tempfile.TemporaryFile(dir=self._path.parent)
         return self
 
     def add(self, name: str, encoded: Encoded) -> None:
         if name in RESERVED:
-            raise SourceError(f"a tensor cannot be called {name!r}: the file uses that name itself")
+            raise SourceError(f"a tensor cannot be named {name!r}: the file format uses that name")
         if name in self._names:
             raise SourceError(f"tensor {name!r} has been added already")
         try:
@@ -143,7 +143,7 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, OSError):  # a full disk does not say where it is
+        if isinstance(error, OSError):  # an error about a full disk does not name the file
             error.add_note(f"while writing {self._path}")
         with self._spool:
             if error is None:
@@ -158,10 +158,10 @@ class Writer:
 
 
 class Reader(Mapping[str, Encoded]):
-    """The tensors of a packed file, decoded to `Encoded` when asked for.
+    """The tensors of a packed file, each decoded to an `Encoded` when it is read.
 
-    Opening checks the container, the schema and every checksum; nothing is allocated that the file's
-    own size does not bound, and no code in it is ever run.
+    Opening checks the container, the schema and every checksum. The file's own size bounds every allocation,
+    and nothing in the file is ever executed.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -173,7 +173,7 @@ class Reader(Mapping[str, Encoded]):
             metadata = self._file.metadata() or {}
             _check_header(self.path)
         except (SafetensorError, OSError) as error:
-            raise FormatError(f"{self.path} is not a whole safetensors file: {error}") from error
+            raise FormatError(f"{self.path} is not a complete safetensors file: {error}") from error
         if set(metadata) != {METADATA_KEY}:
             raise FormatError(
                 f"{self.path} is not a packed file: its metadata holds {sorted(metadata)}, "
@@ -206,7 +206,7 @@ class Reader(Mapping[str, Encoded]):
         return iter(self.rows)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.rows  # without decoding it, as a Mapping would
+        return name in self.rows  # a Mapping would decode the tensor
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -249,7 +249,7 @@ def stored(name: str, encoded: Encoded) -> tuple[TensorRow, bytes]:
         parts[part_name] = PartRow(codec, spec, len(data))
         streams.append(data)
     numel = schemas.largest_numel(encoded.shape, specs(encoded).values())
-    filler_bytes = schemas.filler_for(numel, sum(map(len, streams)))
+    filler_bytes = schemas.count_filler(numel, sum(map(len, streams)))
     stream = b"".join([*streams, bytes(filler_bytes)])
     row = TensorRow(
         name,
@@ -296,7 +296,7 @@ def _read_row(row: TensorRow, stream: bytes) -> Encoded:
 
 
 def _check_header(path: Path) -> None:
-    """safetensors lets a name stand twice in its header, and takes the last."""
+    """Refuses a name that appears twice in the header: safetensors would silently use the last."""
     with path.open("rb") as file:
         schemas.strict_json(file.read(int.from_bytes(file.read(8), "little")))
 
@@ -324,7 +324,7 @@ def _small_starts(rows: Iterable[TensorRow]) -> dict[str, int]:
 def write_plain(
     path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], values: Iterable[Tensor]
 ) -> None:
-    """Writes an ordinary safetensors file, taking the values one by one in the order of `tensors`."""
+    """Writes an ordinary safetensors file, with values that come one by one in the order of `tensors`."""
     entries = []
     for name, (dtype, shape) in tensors.items():
         if dtype not in SAFETENSORS_TYPES:

@@ -23,7 +23,7 @@ CODECS = (RAW, PACKED, ANS, TRELLIS)
 def encode_part(part: Tensor, bits: int, split: int = 0, states: int = 0) -> tuple[str, bytes]:
     """The codec and the bytes of a part; `bits` is 0 for a part that is not codes.
 
-    `split` and `states` are as `split_of` and `states_of` say.
+    `split` and `states` come from `split_of` and `states_of`.
     """
     if not bits:
         return RAW, raw_bytes(part)
@@ -40,7 +40,7 @@ def encode_part(part: Tensor, bits: int, split: int = 0, states: int = 0) -> tup
 
 
 def estimated_part_bytes(part: Tensor, bits: int, split: int = 0, states: int = 0) -> int:
-    """About the length of `encode_part`'s bytes, at a part of its cost; for planners."""
+    """About the length of `encode_part`'s bytes, at a fraction of its cost; for planners."""
     if not bits:
         return part.numel() * part.dtype.itemsize
     if states:
@@ -60,7 +60,7 @@ def states_of(encoded: Encoded, name: str) -> int:
 
 
 def coded_bytes(encoded: Encoded) -> int:
-    """A weight's bytes in the file, but for its line in the schema."""
+    """About a weight's bytes in the file, without its row in the schema."""
     return sum(
         estimated_part_bytes(
             part, encoded.bits.get(name, 0), split_of(encoded, name), states_of(encoded, name)
@@ -99,9 +99,9 @@ def raw_size(spec: PartSpec) -> int:
 
 def raw_bytes(values: Tensor) -> bytes:
     """Little-endian bytes, row by row."""
-    whole = values.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # A single number counts as contiguous whatever its stride, but only stride 1 can be seen as bytes.
-    flat = whole.as_strided((whole.numel(),), (1,))
+    plain = values.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # A single element counts as contiguous whatever its stride, but only stride 1 can be viewed as bytes.
+    flat = plain.as_strided((plain.numel(),), (1,))
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 

@@ -1,4 +1,4 @@
-"""What codes cost a layer that runs: arithmetic of C Z, or of a factored layer, beside the layer's own."""
+"""What codes cost a running layer: arithmetic of C Z, or of a factored layer, beside the layer's own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Cost:
     layer_bit_ops: int
     rebuild_bit_ops: int
     factored_macs: int | None
-    """Of a layer that computes Z (C^T x) in place of rebuilding; None where it cannot."""
+    """Multiply-adds of a layer that computes Z (C^T x) instead of rebuilding; None where it cannot."""
     factored_bit_ops: int | None
 
     @property
@@ -46,7 +46,7 @@ class OverheadReport:
 
     layers: dict[str, Cost]
     uncounted: tuple[str, ...]
-    """Factor-coded tensors that no convolution or linear layer ran, so that nothing is known of them."""
+    """Factor-coded tensors that no convolution or linear layer used, so that their cost is unknown."""
 
     @property
     def total(self) -> Cost:
@@ -64,7 +64,7 @@ class OverheadReport:
 def overhead(
     packed: Packed, model: nn.Module, example: Tensor, *, weight_bits: int = 32, activation_bits: int = 32
 ) -> OverheadReport:
-    """Counts one forward pass of `model` on `example`, each weight rebuilt every time its layer runs.
+    """Counts one forward pass of `model` on `example`, in which each weight is rebuilt every time its layer runs.
 
     A bit operation is a multiply-add times the bits of both operands: `weight_bits` and
     `activation_bits` in the layer, the codes' own widths in C Z; in a factored layer, those of the codes
@@ -87,7 +87,7 @@ def overhead(
         tiles = encoded.parts["latent"].shape[1]
         layer = encoded.numel * sum(positions[name])
         rebuild = tile * tiles * rank * len(positions[name])
-        module = modules.get(name, model)  # a weight may be in no layer under the name it is stored by
+        module = modules.get(name, model)  # a weight may belong to no layer under its stored name
         mixing, summing = _factored(module, encoded, sum(positions[name]))
         bits = encoded.bits["codebook"], encoded.bits["latent"]
         works = not why_not_factored(module, encoded)
@@ -116,7 +116,7 @@ def _sum_or_none(counts: Iterable[int | None]) -> int | None:
 
 
 def _positions(model: nn.Module, example: Tensor) -> dict[str, list[int]]:
-    """How often each weight is multiplied, for every time its layer runs: found without arithmetic."""
+    """How often each weight is multiplied, for every run of its layer: found without arithmetic."""
     shadow = copy.deepcopy(model).to("meta").eval()
     found: dict[str, list[int]] = {}
     for name, module in shadow.named_modules():
@@ -131,7 +131,7 @@ def _counter(
     name: str, found: dict[str, list[int]]
 ) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
     def count(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if isinstance(module, TRANSPOSED):  # spreads every input position over several output positions
+        if isinstance(module, TRANSPOSED):  # every input position contributes to several output positions
             positions = inputs[0].numel() // module.in_channels
         elif isinstance(module, _CONVOLUTIONS):
             positions = output.numel() // module.out_channels
