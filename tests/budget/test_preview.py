@@ -15,7 +15,7 @@ import factorpack as fp
 from factorpack import commands as cli
 from factorpack.budget.excerpt import excerpt_of, measure_a_few
 from factorpack.errors import PlanError
-from factorpack.format.container import head_bytes
+from factorpack.format.container import file_header
 from factorpack.format.packed_file import file_bytes
 from factorpack.methods import METHODS, Method
 from factorpack.methods.base import EXCERPT_VALUES
@@ -261,5 +261,5 @@ def test_the_header_is_counted_for_the_names_there_are() -> None:
     packed = fp.compress(state, fp.Scalar(4), progress=False)
     planned = fp.plan(state, fp.Scalar(4))
     rows = planned.file_bytes - planned.header_bytes
-    assert planned.header_bytes > len(head_bytes([], {}))
+    assert planned.header_bytes > len(file_header([], {}))
     assert rows + planned.header_bytes == file_bytes(packed, packed.aliases)
