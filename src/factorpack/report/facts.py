@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from factorpack.budget.curves import Curve
-from factorpack.budget.norms import FOLDED
+from factorpack.budget.norms import folded_norms
 from factorpack.errors import PlanError
 from factorpack.kinds import KINDS
 from factorpack.packed import Packed
@@ -135,9 +135,14 @@ def gather(
     coded = [
         checks[line.name] for line in report.tensors if line.name in checks and KINDS[line.kind].is_coded
     ]
+    folded = folded_norms(packed)
     tensors = tuple(
         _tensor(
-            line, groups[line.name], KINDS[line.kind].zero_share(packed[line.name]), checks.get(line.name)
+            line,
+            groups[line.name],
+            KINDS[line.kind].zero_share(packed[line.name]),
+            checks.get(line.name),
+            line.name in folded,
         )
         for line in report.tensors
     )
@@ -155,11 +160,13 @@ def gather(
     )
 
 
-def _tensor(line: TensorSize, group: str, zeros: float | None, check: TensorCheck | None) -> TensorFacts:
+def _tensor(
+    line: TensorSize, group: str, zeros: float | None, check: TensorCheck | None, is_folded: bool
+) -> TensorFacts:
     stored = {item: count for item, count in (line.stored_bytes or {}).items() if count}
     compared = check if check is not None and (check.norm or not check.problem) else None
     # A folded norm computes the same with other values: its error is reported, and is no problem.
-    folded = not KINDS[line.kind].is_coded and line.note.startswith(FOLDED) and compared is not None
+    excused = is_folded and not KINDS[line.kind].is_coded and compared is not None
     return TensorFacts(
         name=printable(line.name),
         group=printable(group),
@@ -175,7 +182,7 @@ def _tensor(line: TensorSize, group: str, zeros: float | None, check: TensorChec
         error=compared.relative_error if compared else None,
         largest_error=compared.largest_error if compared else None,
         histogram=check.histogram if check else (),
-        problem=printable(check.problem) if check and not folded else "",
+        problem=printable(check.problem) if check and not excused else "",
     )
 
 
