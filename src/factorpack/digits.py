@@ -1,4 +1,4 @@
-"""The net and the data of `factorpack demo` and the examples: real digits, and a small net trained on them."""
+"""A small net on real digits, for the demo and the examples."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from factorpack.errors import SourceError
 
 EPOCHS = 15
 BATCH = 64
+
 Split = tuple[Tensor, Tensor]
 
 
