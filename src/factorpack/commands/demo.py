@@ -49,12 +49,12 @@ def demo(
     folder: Annotated[Path, typer.Option(help="The folder to write the files to.")] = Path("factorpack-demo"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Train a small net on handwritten digits, compress it to five sizes, and compare with plain rounding.
+    """Plan a small net to byte budgets, beside plain rounding at the same sizes.
 
-    The net is planned to each size with 64 unlabelled images and no further training. Plain rounding gets the
-    most bits per weight whose file is no larger. Accuracy is measured on test images, with each file saved and
-    loaded again. Needs no download and no GPU, and takes less than two minutes. The files, and a figure, stay
-    in the folder.
+    A net is trained on handwritten digits. It is planned to five sizes with 64 unlabelled images and no further
+    training. Plain rounding gets the most bits per weight whose file is no larger. Accuracy is measured on test
+    images, with each file saved and loaded again. Needs no download and no GPU, and takes less than two minutes.
+    The files, and a figure, stay in the folder.
     """
     done = run_demo(folder, progress=not as_json)
     if as_json:
