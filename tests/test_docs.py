@@ -49,7 +49,10 @@ def test_examples_in_docstrings(name: str) -> None:
 
 def test_the_method_that_docs_add_keeps_the_contract() -> None:
     (block,) = blocks("docs/adding-a-method.md", "python")
-    used = "encoded = Half().encode(torch.ones(3, 2))\nassert factorpack.decoding.decode(encoded).shape == (3, 2)\n"
+    used = (
+        "encoded = Half().encode(Weight(torch.ones(3, 2)))\n"
+        "assert factorpack.decoding.decode(encoded).shape == (3, 2)\n"
+    )
     subprocess.run([sys.executable, "-c", f"import factorpack.decoding\n{block}\n{used}"], check=True)
 
 
