@@ -154,6 +154,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         assert f'id="{name}"' in (tmp_path / "reference" / page / "index.html").read_text()
 
 
+def test_the_import_order_on_the_page_is_the_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    order = [line.replace("factorpack.", "").replace(" | ", ", ") for line in contracts[0]["layers"]]
+    assert blocks("docs/architecture.md", "") == ["".join(f"{line}\n" for line in order)]
+
+
 def test_the_recipe_that_docs_show_is_one() -> None:
     text = (ROOT / "docs" / "recipes.md").read_text()
     block = re.search(r"```toml\n(.*?)```", text, re.DOTALL)

@@ -101,6 +101,7 @@ def test_a_folded_norm_is_no_problem_and_a_tensor_that_says_so_is(tmp_path: Path
     """A note is for people: whether a norm is folded is read off its tensors."""
     net = nn.Sequential(nn.BatchNorm2d(8), nn.BatchNorm2d(8)).eval()
     for norm, deviation in zip(net, (0.01, 1.0), strict=True):
+        norm.bias.data.copy_(seeded(8, seed=1))
         norm.running_mean.copy_(seeded(8))
         norm.running_var.fill_(deviation**2)
     folded = small_leftovers(fp.compress(net, fp.Keep(), progress=False), net)

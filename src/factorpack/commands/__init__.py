@@ -15,13 +15,13 @@ from rich.console import Console
 import factorpack as fp
 from factorpack.commands.bench import bench
 from factorpack.commands.compare import compare
+from factorpack.commands.demo import demo
 from factorpack.commands.engine_options import EngineName, EngineWorkers, engine_of
 from factorpack.commands.evaluate import compress_on_text, evaluate
 from factorpack.commands.export import export
 from factorpack.commands.finetune import compress_into_budget, finetune
 from factorpack.commands.plan import asked_method, preview, recipes, say_recipe, with_choices_of
 from factorpack.commands.report import report
-from factorpack.digits import demo
 from factorpack.errors import FactorpackError, PlanError
 from factorpack.format.overwrite import check_output
 from factorpack.format.packed_file import write_packed
