@@ -31,7 +31,7 @@ from factorpack.commands.options import (
     Source,
     Sparsity,
 )
-from factorpack.commands.settings import method_from
+from factorpack.commands.settings import MethodOptions
 from factorpack.report.text import size_json, size_summary
 
 
@@ -107,7 +107,7 @@ def compress(
     shorthands = {"rank": rank, "latent_bits": latent_bits, "sparsity": sparsity, "bits": bits}
     request = CompressRequest(
         source,
-        method_from(method, shorthands, settings or []),
+        MethodOptions(method, shorthands, settings or []),
         ratio,
         max_bytes,
         max_loss,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from factorpack.budget.planner import Planner
 from factorpack.budget.preview import Preview, plan
 from factorpack.commands.console import print_line
+from factorpack.commands.settings import MethodOptions
 from factorpack.compression import compress
 from factorpack.engine import Engine
 from factorpack.errors import PlanError
@@ -20,7 +21,6 @@ from factorpack.hub.folder import is_model_folder, open_folder
 from factorpack.hub.load import from_pretrained, tokenizer_of
 from factorpack.hub.save import write_folder
 from factorpack.hub.texts import line_batches, token_batches
-from factorpack.methods import Method
 from factorpack.packed import Packed
 from factorpack.planning.families import AUTO, DEFAULT_METHOD, NONE, named_recipe, recipe_file
 from factorpack.source import model_from, open_source
@@ -36,7 +36,7 @@ class CompressRequest:
     """A checkpoint, and a budget or a method, with all that goes with them."""
 
     source: Path
-    method: Method | None = None
+    method: MethodOptions = field(default_factory=MethodOptions)
     ratio: float | None = None
     max_bytes: int | None = None
     max_loss: float | None = None
@@ -59,9 +59,9 @@ class CompressRequest:
 
     def check(self) -> None:
         """Refuses what does not go together, before any work is done."""
-        if self.has_budget and self.method is not None:
+        if self.has_budget and self.method.given:
             raise PlanError("a budget chooses methods and settings itself: give one or the other")
-        if self.method is not None and self.recipe not in (None, NONE):
+        if self.method.given and self.recipe not in (None, NONE):
             raise PlanError("a recipe states methods and settings itself: give one or the other")
         uses_model = self.model is not None or self.calibration is not None
         if self.engine is not None and (uses_model or self.curves is not None or self.max_loss is not None):
@@ -69,13 +69,14 @@ class CompressRequest:
                 "with --engine a budget is met from the weights alone, and so is a method; curves are kept "
                 "beside the file: leave out --model, --calibration, --curves and --max-loss, or --engine"
             )
-        if not self.has_budget and (self.curves is not None or (uses_model and self.method is None)):
+        if not self.has_budget and (self.curves is not None or (uses_model and not self.method.given)):
             raise PlanError(
                 "--model, --calibration and --curves serve a budget: give --ratio or --max-bytes "
                 "(a --method takes --model and --calibration too)"
             )
-        if self.method is not None and self.model is not None and self.calibration is None:
+        if self.method.given and self.model is not None and self.calibration is None:
             raise PlanError("with a method, --model serves --calibration: give both")
+        self.method.make()
 
     def check_outputs(self, output: Path) -> None:
         """No file that is read may be written over."""
@@ -87,7 +88,7 @@ class CompressRequest:
 
     def with_recipe(self, quiet: bool = False) -> CompressRequest:
         """The request with the recipe it will follow, by name; one that nobody named is announced."""
-        if self.method is not None:
+        if self.method.given:
             return replace(self, recipe=None)
         # With calibration, what matters in this very model is measured: no family's habits are needed.
         wanted = self.recipe or (NONE if self.calibration is not None else AUTO)
@@ -99,7 +100,7 @@ class CompressRequest:
     def preview(self) -> Preview:
         """What `run` would come to."""
         budget = {"ratio": self.ratio, "max_bytes": self.max_bytes}
-        return plan(self.source, self.method, exclude=self.exclude, recipe=self.recipe, **budget)  # type: ignore[arg-type]
+        return plan(self.source, self.method.make(), exclude=self.exclude, recipe=self.recipe, **budget)  # type: ignore[arg-type]
 
     def run(self, output: Path, progress: bool = True) -> Packed:
         """Writes a packed file, or a folder for a model's folder."""
@@ -117,7 +118,7 @@ class CompressRequest:
         planned = self.has_budget and self.engine is None
         return compress(
             source,
-            self.method,
+            self.method.make(),
             ratio=self.ratio,
             max_bytes=self.max_bytes,
             max_loss=self.max_loss,

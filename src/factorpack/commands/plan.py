@@ -25,7 +25,7 @@ from factorpack.commands.options import (
     Sparsity,
     Top,
 )
-from factorpack.commands.settings import method_from
+from factorpack.commands.settings import MethodOptions
 from factorpack.report.text import human_bytes, plain
 
 
@@ -59,7 +59,7 @@ def plan(
         factorpack plan model.pt --method second_order --set bits=4 --set tile=9 --json
     """
     shorthands = {"rank": rank, "latent_bits": latent_bits, "sparsity": sparsity, "bits": bits}
-    chosen = method_from(method, shorthands, settings or [])
+    chosen = MethodOptions(method, shorthands, settings or [])
     request = CompressRequest(source, chosen, ratio, max_bytes, recipe=recipe, exclude=exclude or [])
     request.check()
     found = request.with_recipe(quiet=as_json).preview()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from factorpack.errors import PlanError
@@ -56,16 +56,16 @@ def shown(value: Any) -> str:
 def settings_of(cls: Any, prefix: str = "") -> Iterator[Setting]:
     """Every setting of a method that can be typed, in the order of its dataclass."""
     hints = get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        kinds = _alternatives(hints[field.name])
+    for each in dataclasses.fields(cls):
+        kinds = _alternatives(hints[each.name])
         nested = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
         if nested:
-            yield from settings_of(nested[0], f"{prefix}{field.name}.")
+            yield from settings_of(nested[0], f"{prefix}{each.name}.")
             continue
         typed = [kind for kind in kinds if isinstance(kind, str) or kind in _EXPECTED]
-        if field.init and typed:
+        if each.init and typed:
             optional = [types.NoneType] if types.NoneType in kinds else []
-            yield Setting(f"{prefix}{field.name}", (*optional, *typed), field.default)
+            yield Setting(f"{prefix}{each.name}", (*optional, *typed), each.default)
 
 
 def known_settings(method: str) -> dict[str, Setting]:
@@ -77,28 +77,44 @@ def known_settings(method: str) -> dict[str, Setting]:
     return known
 
 
-def method_from(name: str | None, shorthands: Mapping[str, Any], pairs: Sequence[str]) -> Method | None:
-    """The method that options state, or None where they state none.
+@dataclass(frozen=True, slots=True)
+class MethodOptions:
+    """A method as options state it."""
 
-    `shorthands` are settings with options of their own, None where not given; `pairs` are KEY=VALUE.
-    """
-    settings = {key: value for key, value in shorthands.items() if value is not None}
-    if name is None and not settings and not pairs:
-        return None
-    name = name or DEFAULT_METHOD.name
-    if name not in METHODS:
-        raise PlanError(f"unknown method {name!r}, known are {', '.join(METHODS)}")
-    known = known_settings(name)
-    for key in settings:
-        _check_known(key, name, known)
-    for pair in pairs:
-        key, value = _split(pair)
-        _check_known(key, name, known)
-        _put(settings, key, known[key].parse(value))
-    if name == DEFAULT_METHOD.name:
-        rank = min(DEFAULT_METHOD.rank, settings.get("tile", DEFAULT_METHOD.rank))
-        settings = {"rank": rank, "latent_bits": DEFAULT_METHOD.latent_bits, **settings}
-    return from_fields(METHODS, {"method": name, **settings})
+    name: str | None = None
+    shorthands: Mapping[str, Any] = field(default_factory=dict)
+    """Settings with options of their own; None where not given."""
+    pairs: Sequence[str] = ()
+    """KEY=VALUE."""
+
+    @property
+    def given(self) -> bool:
+        shorthands = any(value is not None for value in self.shorthands.values())
+        return self.name is not None or shorthands or bool(self.pairs)
+
+    def make(self) -> Method | None:
+        """The method, or None where no option states one."""
+        if not self.given:
+            return None
+        name = self.name or DEFAULT_METHOD.name
+        if name not in METHODS:
+            raise PlanError(f"unknown method {name!r}, known are {', '.join(METHODS)}")
+        settings = self._settings(name)
+        if name == DEFAULT_METHOD.name:
+            rank = min(DEFAULT_METHOD.rank, settings.get("tile", DEFAULT_METHOD.rank))
+            settings = {"rank": rank, "latent_bits": DEFAULT_METHOD.latent_bits, **settings}
+        return from_fields(METHODS, {"method": name, **settings})
+
+    def _settings(self, method: str) -> dict[str, Any]:
+        known = known_settings(method)
+        settings = {key: value for key, value in self.shorthands.items() if value is not None}
+        for key in settings:
+            _check_known(key, method, known)
+        for pair in self.pairs:
+            key, value = _split(pair)
+            _check_known(key, method, known)
+            _put(settings, key, known[key].parse(value))
+        return settings
 
 
 def _split(pair: str) -> tuple[str, str]:
