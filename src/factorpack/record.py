@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from factorpack.tiles import Layout
+
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -67,6 +69,11 @@ class Encoded:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def layout(self) -> Layout:
+        """The shape and the order of its dimensions."""
+        return Layout(self.shape, self.transposed_groups)
 
     def noted(self, note: str) -> Encoded:
         """The same with one more reason in front; an empty one changes nothing."""
