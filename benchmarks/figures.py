@@ -17,6 +17,7 @@ from benchmarks.tables_compare import MODELS, points_of
 from factorpack import QSPCA
 from factorpack.comparison.figure import pareto as pareto_of_all
 from factorpack.tiles import to_tiles
+from factorpack.weight import Weight
 
 FIGURES = ROOT / "docs" / "figures"
 INK, BLUE, ORANGE, GREY = "#222222", "#1f6fb4", "#d9731a", "#8a8a8a"
@@ -236,7 +237,7 @@ def representation() -> plt.Figure:
     generator = torch.Generator().manual_seed(0)
     shapes = torch.linalg.qr(torch.randn(9, 4, generator=generator))[0] * torch.tensor([4.0, 2.5, 1.5, 0.7])
     weight = (torch.randn(4, 6, 4, generator=generator) @ shapes.T).view(4, 6, 3, 3)
-    encoded = QSPCA(rank=4, latent_bits=3, sparsity=0.2, tile=9, center=False).encode(weight)
+    encoded = QSPCA(rank=4, latent_bits=3, sparsity=0.2, tile=9, center=False).encode(Weight(weight))
     codebook, latent = encoded.parts["codebook"], encoded.parts["latent"]
     pictures = {
         "W: 4 filters of 6 kernels": weight.permute(0, 2, 1, 3).reshape(12, 18),

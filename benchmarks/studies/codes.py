@@ -32,15 +32,18 @@ from benchmarks.studies.trellis import (
     trellis,
     write,
 )
-from factorpack.budget.candidates import Posed, Rounding, pose
+from factorpack.budget.candidates import step_at_unit_slope
 from factorpack.format import entropy
 from factorpack.format.classes import class_counts, fit_classes
 from factorpack.format.frequency_tables import message_bits, normalized
 from factorpack.format.streams import coded_bytes, split_of
+from factorpack.methods import SecondOrder
 from factorpack.methods.second_order import as_encoded
 from factorpack.quantize.uniform import storable
 from factorpack.record import Encoded
 from factorpack.solve.code_length import CLASSES, HIGH_RATE, fit_lengths
+from factorpack.solve.layer_problem import Problem
+from factorpack.weight import Weight as Given
 
 OCTAVES = (-0.5, -0.25, 0.0, 0.25, 0.5)
 """Steps of a curve, about the one given."""
@@ -66,20 +69,21 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weight:
-    posed: Posed
+    given: Given
+    tile: int
+    problem: Problem
     spread: float
 
     @property
     def unit(self) -> NDArray[np.float32]:
         """Latents of unit variance, (out, K)."""
-        found: NDArray[np.float32] = (self.posed.problem.latent[0] / self.spread).numpy()
+        found: NDArray[np.float32] = (self.problem.latent[0] / self.spread).numpy()
         return found
 
     def encoded(self, codes: NDArray[Any], step: float) -> Encoded:
-        posed = self.posed
         scale = storable(torch.tensor([[step * self.spread]]))
         matrix = torch.from_numpy(codes.astype(np.float32))[None]
-        return as_encoded(matrix, scale, posed.problem.basis, posed.weight, posed.transposed_groups)
+        return as_encoded(matrix, scale, self.problem.basis, self.given)
 
 
 @patch.object(entropy, "_DEARER", 0.0)
@@ -147,9 +151,9 @@ def weights_of(model: str) -> list[Weight]:
     found = []
     for each in tensors.values():
         kernel = each[0, 0].numel() if each.dim() > 2 else 1
-        tile = kernel if kernel**2 * 8 <= each.numel() else 1  # as plan.pose has it
-        posed = pose(each, 0, None, None, tile, Rounding())
-        found.append(Weight(posed, posed.step_at_unit_slope()))
+        tile = kernel if kernel**2 * 8 <= each.numel() else 1  # as the planner has it
+        given, method = Given(each), SecondOrder(step=1.0, tile=tile)
+        found.append(Weight(given, tile, method.problem(given), step_at_unit_slope(given, method)))
     return found
 
 
@@ -177,7 +181,7 @@ def _stream(weight: Weight, step: float, codes: NDArray[Any]) -> Point:
 
 
 def _rounded(weight: Weight, step: float, price: float) -> NDArray[np.float32]:
-    codes, _ = weight.posed.problem.round(torch.tensor([step * weight.spread]), price)
+    codes, _ = weight.problem.round(torch.tensor([step * weight.spread]), price)
     found: NDArray[np.float32] = codes[0, 0].numpy()
     return found
 
@@ -221,7 +225,7 @@ def _context_savings(weight: Weight, codes: NDArray[np.float32]) -> dict[str, fl
     """
     encoded = weight.encoded(codes, 1.0)
     name = "latent" if "latent" in encoded.parts else "codes"
-    split, tile = split_of(encoded, name), weight.posed.tile
+    split, tile = split_of(encoded, name), weight.tile
     matrix = encoded.parts[name].numpy()
     low, order, symbols = entropy.numbered(matrix)
     plan, total_bits, bits = entropy._best(symbols, len(order), split)
@@ -382,7 +386,7 @@ def _dependent_bytes(weight: Weight, indices: Matrix, quantizer: Matrix, step: f
     name = "latent" if "latent" in encoded.parts else "codes"
     _, order, symbols = entropy.numbered(encoded.parts[name].numpy())
     size = len(order)
-    tile = weight.posed.tile
+    tile = weight.tile
     folded = quantizer.reshape(-1, tile).T if tile > 1 else quantizer
     joint = symbols.astype(np.uint16) + folded.astype(np.uint16) * np.uint16(size)
     least = float("inf")

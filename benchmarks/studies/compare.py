@@ -25,7 +25,7 @@ from benchmarks.measure import fidelity, predictions
 from benchmarks.training import Augmented, Case, cifar_net, device, spread
 from factorpack.budget.planner import Planner
 from factorpack.comparison import Grid
-from factorpack.comparison.opponents import chosen
+from factorpack.comparison.opponents import choose_compared
 from factorpack.tune.schedule import Schedule
 
 BATCH = 50
@@ -45,7 +45,7 @@ def run(
     One case a method: the sizes of its settings are looked up once for all ratios. Points are kept in a
     temporary folder, so that an interrupted run goes on.
     """
-    names = chosen(methods or ["all"])
+    names = choose_compared(methods or ["all"])
     work = partial(
         _case, model=model, ratios=ratios, samples=samples, schedule=schedule, fp32_epochs=fp32_epochs
     )

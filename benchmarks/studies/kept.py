@@ -10,7 +10,7 @@ from typing import Any
 
 import factorpack as fp
 from benchmarks.data import checkpoint
-from factorpack.budget.meet import budget_bytes
+from factorpack.budget.goals import budget_bytes
 from factorpack.source import open_source
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from factorpack.budget.candidates import best_pose, curve
+from factorpack.budget.candidates import choose_method, curve_of
 from factorpack.budget.planner import Planner
 from factorpack.engine import Local, Task
 from factorpack.format.packed_file import write_packed
 from factorpack.methods import METHODS, from_fields
+from factorpack.weight import Weight
 
 
 def run(rows: int, columns: int, methods: list[dict[str, Any]]) -> dict[str, Any]:
@@ -40,8 +41,8 @@ def code(fields: dict[str, Any], rows: int, columns: int) -> None:
     """A worker's task: a BF16 weight, coded and written, or planned."""
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).bfloat16()
     if fields["method"] == "planned":
-        curve(best_pose(weight, 0, None, None, 3.0, Planner().rounding), 3.0)
+        curve_of(Weight(weight), choose_method(Weight(weight), Planner(), 3.0), 3.0)
         return
     with tempfile.TemporaryDirectory() as folder:
-        encoded = from_fields(METHODS, fields).encode(weight)
+        encoded = from_fields(METHODS, fields).encode(Weight(weight))
         write_packed(Path(folder) / "part", [("weight", encoded)], {})

@@ -13,7 +13,7 @@ from benchmarks.data import Images, checkpoint, imagenet_train, pretrained, shuf
 from benchmarks.measure import fidelity, predictions, reloaded
 from factorpack.comparison.grid import weight_error
 from factorpack.planning.families import DEFAULT_METHOD
-from factorpack.planning.recipe import stated
+from factorpack.planning.recipe import recipe_from_document
 
 NEVER_SHUFFLED_BEFORE = 3
 """A seed of its own, so that the choice is not made on images that other settings were chosen on."""
@@ -44,7 +44,9 @@ class _Judge:
 
 def _row(source: Path, document: dict[str, Any], judge: _Judge | None) -> dict[str, Any]:
     ratio = document.get("ratio")
-    rules = stated({key: document[key] for key in document if key != "ratio"}, DEFAULT_METHOD).rules
+    rules = recipe_from_document(
+        {key: document[key] for key in document if key != "ratio"}, DEFAULT_METHOD
+    ).rules
     with tempfile.TemporaryDirectory() as folder:
         if ratio is None:
             packed = fp.compress(

@@ -20,7 +20,6 @@ from factorpack.decoding import decode
 from factorpack.engine import Local, Outcome, Task
 from factorpack.format.container import write_plain
 from factorpack.methods import METHODS, from_fields
-from factorpack.per_tensor import encode
 from factorpack.planning.rules import Rules
 from factorpack.source import open_source
 
@@ -139,5 +138,5 @@ def _check(packed: fp.Packed, source: Path, method: fp.methods.Method) -> None:
     plan = Rules(method).plan(opened)
     coded = [name for name, choice in plan.items() if choice.method == method]
     for name in coded[:: max(len(coded) // CHECKED, 1)][:CHECKED]:
-        expected = decode(encode(name, opened, plan[name]))
+        expected = decode(plan[name].encode(opened.weight(name)))
         assert torch.equal(decode(packed[name]), expected), f"{name} is not what one process makes of it"

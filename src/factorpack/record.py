@@ -65,6 +65,8 @@ class Encoded:
     """Why this tensor got this encoding, where a rule and not the caller chose it."""
     trellis: int = 0
     """States of the trellis that its codes (a factors tensor's latent) are a path through; 0: any codes."""
+    by_caller: bool = False
+    """Whether the caller, and not a rule, chose this encoding. It is not stored in the file."""
 
     @property
     def numel(self) -> int:

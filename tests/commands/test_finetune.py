@@ -13,7 +13,7 @@ import torch
 
 import factorpack as fp
 from factorpack.format.locks import locked
-from factorpack.methods.protocol import build as build_settings
+from factorpack.methods.settings import build_settings
 from factorpack.planning.families import DEFAULT_METHOD
 from factorpack.planning.recipe import read_recipe
 from tests.commands.running import failure, invoke, ok, reading

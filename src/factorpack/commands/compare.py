@@ -14,9 +14,9 @@ from rich.table import Table
 from factorpack.commands.console import print_json, print_line, print_table
 from factorpack.commands.engines import engine_of
 from factorpack.commands.options import BatchSize, EngineName, ImageSize, Json, Model, Samples, Workers
-from factorpack.comparison.figure import pareto, save_figure, title_of
+from factorpack.comparison.figure import pareto, save_figure
 from factorpack.comparison.grid import Point
-from factorpack.comparison.opponents import OPPONENTS, PLANNED
+from factorpack.comparison.opponents import COMPARED, PLANNED, title_of
 from factorpack.comparison.request import Request
 from factorpack.errors import PlanError
 from factorpack.format.atomic import atomic_write
@@ -33,7 +33,7 @@ def compare(
         typer.Option("--output", "-o", help="A folder for the files, the points, the table and the figure."),
     ] = Path("comparison"),
     methods: Annotated[
-        str, typer.Option(help=f"'all', or some of {PLANNED}, {', '.join(OPPONENTS)}, separated by commas.")
+        str, typer.Option(help=f"'all', or some of {PLANNED}, {', '.join(COMPARED)}, separated by commas.")
     ] = "all",
     ratios: Annotated[
         str, typer.Option(help="Times smaller than FP32, separated by commas.")

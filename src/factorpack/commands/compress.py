@@ -11,6 +11,7 @@ import typer
 from factorpack.commands.compress_request import CompressRequest
 from factorpack.commands.console import print_json, print_line
 from factorpack.commands.engines import engine_of
+from factorpack.commands.method_options import MethodOptions
 from factorpack.commands.options import (
     Bits,
     EngineName,
@@ -31,7 +32,6 @@ from factorpack.commands.options import (
     Source,
     Sparsity,
 )
-from factorpack.commands.settings import MethodOptions
 from factorpack.report.text import size_json, size_summary
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from factorpack.budget.planner import Planner
 from factorpack.budget.preview import Preview, plan
 from factorpack.commands.console import print_line
-from factorpack.commands.settings import MethodOptions
+from factorpack.commands.method_options import MethodOptions
 from factorpack.compression import compress
 from factorpack.engine import Engine
 from factorpack.errors import PlanError

@@ -21,7 +21,7 @@ from factorpack.errors import PlanError
 from factorpack.format.container import check_target, is_packed
 from factorpack.format.locks import locked
 from factorpack.format.overwrite import check_output
-from factorpack.methods.protocol import build, samples_of
+from factorpack.methods.settings import build_settings
 from factorpack.packed import Packed, load, save
 from factorpack.planning.families import DEFAULT_METHOD
 from factorpack.planning.recipe import Recipe, read_recipe
@@ -60,7 +60,7 @@ class FinetuneRequest:
         recipe = read_recipe(self.recipe, DEFAULT_METHOD) if self.recipe is not None else None
         self.check()
         stated = {**(recipe.finetune if recipe else {}), **self.given}
-        schedule: Schedule = build(Schedule, stated, "fine-tuning")
+        schedule: Schedule = build_settings(Schedule, stated, "fine-tuning")
         net = model_from(self.model).to(device())
         batches = self.images.training()
         teacher = None
@@ -94,7 +94,7 @@ class FinetuneRequest:
             raise PlanError(f"{self.source} is not a packed file: give a --recipe to compress it by")
         rules = recipe.rules
         weights_into(net, self.source)
-        wanted = max(samples_of(method) for method in (rules.method, *rules.layers.values()))
+        wanted = max(method.samples for method in (rules.method, *rules.layers.values()))
         calibration = batches if wanted else None
         return compress(
             net, rules.method, layers=rules.layers, exclude=list(rules.exclude), calibration=calibration

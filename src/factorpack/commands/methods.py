@@ -7,8 +7,8 @@ from inspect import getdoc
 from typing import Any
 
 from factorpack.commands.console import print_json, print_line
+from factorpack.commands.method_options import Setting, known_settings
 from factorpack.commands.options import Json
-from factorpack.commands.settings import Setting, known_settings
 from factorpack.methods import METHODS
 
 

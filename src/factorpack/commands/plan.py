@@ -10,6 +10,7 @@ from rich.table import Table
 from factorpack.budget.preview import Preview
 from factorpack.commands.compress_request import CompressRequest
 from factorpack.commands.console import print_json, print_line, print_table
+from factorpack.commands.method_options import MethodOptions
 from factorpack.commands.options import (
     Bits,
     Exclude,
@@ -25,7 +26,6 @@ from factorpack.commands.options import (
     Sparsity,
     Top,
 )
-from factorpack.commands.settings import MethodOptions
 from factorpack.report.text import human_bytes, plain
 
 

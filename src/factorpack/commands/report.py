@@ -10,7 +10,7 @@ import typer
 from factorpack.budget.curves import load_curves
 from factorpack.commands.console import print_json, print_line
 from factorpack.commands.options import Json, PackedFile
-from factorpack.comparison.figure import title_of
+from factorpack.comparison.opponents import title_of
 from factorpack.comparison.saved import read_comparison
 from factorpack.errors import PlanError
 from factorpack.format.overwrite import check_output

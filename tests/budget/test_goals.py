@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 import factorpack as fp
 from factorpack.batches import evaluating
-from factorpack.budget.meet import divergence
+from factorpack.budget.divergence import measure_divergence
 from factorpack.budget.planner import Planner
 from factorpack.calibrate import calibrate
 from factorpack.decoding import decode
+from factorpack.weight import Weight
 from tests.helpers import assert_same_tensor, raw, relative_error, seeded
 
 
@@ -381,7 +382,7 @@ def test_exclude_and_layers_are_honoured(data: Tensor | None, tmp_path: Path) ->
         assert_same_tensor(decode(packed[name]), state[name])
         assert packed[name].note.startswith("excluded by")
     assert packed["10.weight"].bits == {"codes": 4}
-    assert_same_tensor(decode(packed["10.weight"]), decode(fp.Scalar(4).encode(state["10.weight"])))
+    assert_same_tensor(decode(packed["10.weight"]), decode(fp.Scalar(4).encode(Weight(state["10.weight"]))))
     assert packed["4.weight"].parts["values"].dtype == torch.bfloat16
     assert_same_tensor(decode(packed["3.bias"]), state["3.bias"])
     assert saved_bytes(packed, tmp_path) <= original_bytes(model) / 6
@@ -441,7 +442,15 @@ def test_one_answer_instead_of_logits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "field",
-    ["second_order", "sequential", "basis", "equal_slope", "correct_means", "correct_spread", "fold_norms"],
+    [
+        "second_order",
+        "sequential",
+        "basis",
+        "equal_slope",
+        "correct_means",
+        "correct_variances",
+        "fold_norms",
+    ],
 )
 def test_every_ingredient_can_be_left_out(field: str, tmp_path: Path) -> None:
     model = trained(nn.Sequential(nn.Linear(24, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64)))
@@ -497,7 +506,7 @@ def test_a_loss_so_large_that_no_file_reaches_it(tmp_path: Path) -> None:
 
 
 def test_a_loss_too_small_for_any_file() -> None:
-    with pytest.raises(fp.PlanError, match="the answers still diverge by more than 1e-12 nats"):
+    with pytest.raises(fp.PlanError, match="the predictions still diverge by more than 1e-12 nats"):
         compressed(wide(), max_loss=1e-12, calibration=[SMALL])
 
 
@@ -505,13 +514,13 @@ def test_divergence_is_none_of_the_model_itself_and_that_of_another_by_hand() ->
     model, inputs = small().eval(), SMALL
     held = calibrate(model, [inputs[:40], inputs[40:]], samples=96)
     same = fp.compress(model, fp.Keep(), progress=False)
-    assert divergence(model, same, {}, held) == pytest.approx(0.0, abs=1e-12)
+    assert measure_divergence(model, same, {}, held) == pytest.approx(0.0, abs=1e-12)
     rough = fp.compress(model, fp.Scalar(3), progress=False)
     other = rough.load_into(small()).eval()
     with torch.no_grad(), evaluating(model):
         wanted, found = (net(inputs).double().log_softmax(1) for net in (model, other))
     expected = float(nn.functional.kl_div(found, wanted, log_target=True, reduction="batchmean"))
-    assert divergence(model, rough, {}, held) == pytest.approx(expected, rel=1e-6)
+    assert measure_divergence(model, rough, {}, held) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_budget_beyond_what_codes_can_use() -> None:

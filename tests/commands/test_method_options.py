@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import save_file
 
 import factorpack as fp
-from factorpack.commands.settings import MethodOptions, known_settings, settings_of, shown
+from factorpack.commands.method_options import MethodOptions, known_settings, settings_of, shown
 from factorpack.methods import METHODS, ProjectedGradient
 from factorpack.tune.images import unlabelled
 from tests.commands.running import MODEL, SIDE, failure, ok

@@ -1,4 +1,4 @@
-"""Predictions put right by what a weight alone does to the answers."""
+"""Curves corrected by what a weight alone does to the outputs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import nn
 import factorpack as fp
 from factorpack.budget.curves import Curve
 from factorpack.budget.divergence import divergence_of
-from factorpack.budget.outputs import Answer, answer_of
-from factorpack.budget.refine import MOST, Alone, refined
+from factorpack.budget.outputs import Predictions, predictions_of
+from factorpack.budget.trial import LARGEST_CORRECTION, SingleWeightTrial, correct_curve
 from factorpack.calibrate import calibrate
 from factorpack.decoding import decode
 from factorpack.methods import Keep, Scalar
+from factorpack.weight import Weight
 from tests.helpers import seeded
 
 CURVE = Curve([0.1, 0.2, 0.4], [300, 200, 100], [1.0, 4.0, 16.0], 800, 1, 0.5)
@@ -28,8 +29,8 @@ def net() -> nn.Module:
 
 def test_divergence_of_two_coins_by_hand() -> None:
     """KL((1/2, 1/2), (1/4, 3/4)) = (ln 2 + ln 2/3) / 2."""
-    wanted = Answer(torch.zeros(3, 2), logits=True)
-    found = Answer(torch.tensor([[0.0, math.log(3.0)]]).expand(3, 2), logits=True)
+    wanted = Predictions(torch.zeros(3, 2), are_logits=True)
+    found = Predictions(torch.tensor([[0.0, math.log(3.0)]]).expand(3, 2), are_logits=True)
     total, count = divergence_of(wanted, found)
     assert count == 3
     assert total / count == pytest.approx((math.log(2) + math.log(2 / 3)) / 2)
@@ -37,38 +38,43 @@ def test_divergence_of_two_coins_by_hand() -> None:
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_values_are_the_mean_of_a_gaussian_of_their_spread(width: int) -> None:
+def test_values_are_the_mean_of_a_gaussian_of_their_own_deviation(width: int) -> None:
     wanted = torch.tensor([[-1.0], [1.0]]).expand(2, width)
-    found = divergence_of(Answer(wanted, logits=False), Answer(wanted + 0.5, logits=False))
+    found = divergence_of(Predictions(wanted, are_logits=False), Predictions(wanted + 0.5, are_logits=False))
     assert found == (pytest.approx(2 * width * 0.25 / 2), 2)
 
 
 def test_one_weight_alone_and_the_model_as_it_was() -> None:
     model, inputs = net(), seeded(16, 12)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    alone = Alone(model, calibrate(model, [inputs], 16))
-    rough = Scalar(2).encode(model.state_dict()["0.weight"])
-    found = alone.divergence("0.weight", rough)
+    trial = SingleWeightTrial(model, calibrate(model, [inputs], 16))
+    rough = Scalar(2).encode(Weight(model.state_dict()["0.weight"]))
+    found = trial.divergence("0.weight", rough)
     other = net()
     other.load_state_dict(before | {"0.weight": decode(rough)})
     with torch.no_grad():
-        total, count = divergence_of(answer_of(model(inputs)), answer_of(other(inputs)))
+        total, count = divergence_of(predictions_of(model(inputs)), predictions_of(other(inputs)))
     assert found == pytest.approx(total / count)
-    assert alone.divergence("0.weight", Keep().encode(before["0.weight"])) == 0.0  # nothing stayed behind
+    assert (
+        trial.divergence("0.weight", Keep().encode(Weight(before["0.weight"]))) == 0.0
+    )  # nothing stayed behind
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize(("measured", "right"), [(8.0, 2.0), (2.0, 0.5), (400.0, MOST), (1e-3, 1 / MOST)])
-def test_a_prediction_is_put_right_but_not_by_too_much(measured: float, right: float) -> None:
+@pytest.mark.parametrize(
+    ("measured", "right"),
+    [(8.0, 2.0), (2.0, 0.5), (400.0, LARGEST_CORRECTION), (1e-3, 1 / LARGEST_CORRECTION)],
+)
+def test_a_curve_is_corrected_but_not_by_too_much(measured: float, right: float) -> None:
     """Loss grows like the sensitivity times the step squared: equal slope is at a step smaller by its root."""
-    found = refined(CURVE, 1, measured)
+    found = correct_curve(CURVE, 1, measured)
     assert found.losses == [loss * right for loss in CURVE.losses]
     assert found.step_at_unit_slope == pytest.approx(CURVE.step_at_unit_slope / right**0.5)
     assert found.bytes == CURVE.bytes
 
 
 def test_nothing_measured_changes_nothing() -> None:
-    assert refined(CURVE, 1, 0.0) is CURVE
+    assert correct_curve(CURVE, 1, 0.0) is CURVE
 
 
 @pytest.mark.parametrize(("inputs", "differ"), [(64, True), (15, False)])
