@@ -1,4 +1,4 @@
-"""What a worker needs: the peak of coding and writing one weight, in bytes a number, method by method."""
+"""The memory a worker needs: the peak of coding and writing one weight, in bytes per element, by method."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.formatting import format_settings, format_source, format_table, load_result
 from factorpack.budget.candidates import choose_method, curve_of
 from factorpack.budget.planner import Planner
 from factorpack.engine import Local, Task
@@ -46,3 +47,15 @@ def code(fields: dict[str, Any], rows: int, columns: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         encoded = from_fields(METHODS, fields).encode(Weight(weight))
         write_packed(Path(folder) / "part", [("weight", encoded)], {})
+
+
+def tabulate() -> str:
+    document = load_result("need", "methods")
+    rows = [
+        [format_settings(row["method"]), f"{row['bytes_a_number']:.0f}", f"{row['cpu_s']:.1f}"]
+        for row in document["result"]["rows"]
+    ]
+    return f"{format_table(['method', 'bytes per element', 'CPU seconds'], rows)}\n{format_source(document)}"
+
+
+TABLES = {"needed": tabulate}

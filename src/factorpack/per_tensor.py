@@ -30,7 +30,7 @@ from factorpack.source import Entry, Source, file_mark, open_source
 BASE_BYTES = 320 << 20
 """Memory of an interpreter that has imported torch."""
 WORKING_BYTES, KEPT_BYTES = 60, 10
-"""Peak memory per element of a tensor while it is coded, or kept, for most methods: docs/results."""
+"""Peak memory per element of a tensor while it is coded, or kept, for most methods: docs/results/scale.md."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.studies.overhead import count_overhead
 from factorpack.decoding import decode
 from factorpack.errors import PlanError
 from factorpack.format.streams import split_of
 from factorpack.methods import METHODS, SVD, Keep, Method, SpatialSVD
 from factorpack.packed import Packed
-from factorpack.report.overhead import overhead
 from factorpack.size import fixed_bits, words
 from factorpack.tiles import to_spatial
 from factorpack.tune.trainable import TrainableFactors
@@ -132,7 +132,7 @@ def test_the_rest_of_the_library_knows_both_kinds(cls: type[SVD] | type[SpatialS
     assert_close(decode(alive), decode(dead))
     net = torch.nn.Sequential(module)
     packed = Packed({"0.weight": encoded, "0.bias": Keep().encode(Weight(module.bias))})
-    assert overhead(packed, net, torch.zeros(1, 10, 3, 3)).total.overhead == 4
+    assert count_overhead(packed, net, torch.zeros(1, 10, 3, 3)).total.overhead == 4
 
 
 @pytest.mark.parametrize("name", ["svd", "spatial_svd"])

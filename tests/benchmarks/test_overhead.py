@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import factorpack as fp
+from benchmarks.studies.overhead import OverheadReport, count_overhead
 from benchmarks.zoo import resnet18
-from factorpack.report.overhead import OverheadReport, overhead
 
 
 @pytest.fixture(scope="module")
 def on_resnet18() -> tuple[fp.Packed, OverheadReport]:
     model = resnet18()
     packed = fp.compress(model, fp.QSPCA(128, 3, clip="minmax"))
-    return packed, overhead(packed, model, torch.zeros(1, 3, 224, 224))
+    return packed, count_overhead(packed, model, torch.zeros(1, 3, 224, 224))
 
 
 class TestThePaper:
@@ -72,7 +72,7 @@ def factored(model: nn.Module) -> fp.Packed:
 )
 def test_layers_by_hand(layer: nn.Module, example: Tensor, positions: int) -> None:
     packed = factored(layer)
-    cost = overhead(packed, layer, example, weight_bits=8, activation_bits=4).layers["weight"]
+    cost = count_overhead(packed, layer, example, weight_bits=8, activation_bits=4).layers["weight"]
     numel = packed["weight"].numel
     assert cost.layer_macs == numel * positions
     assert cost.rebuild_macs == numel * 2
@@ -91,7 +91,7 @@ def test_transposed_convolutions_by_counting_products() -> None:
 
 def test_the_filled_up_tile_is_rebuilt_too() -> None:
     layer = nn.Linear(31, 31)  # 961 numbers: 61 tiles of 16
-    cost = overhead(factored(layer), layer, torch.zeros(1, 31)).layers["weight"]
+    cost = count_overhead(factored(layer), layer, torch.zeros(1, 31)).layers["weight"]
     assert (cost.layer_macs, cost.rebuild_macs) == (961, 61 * 16 * 2)
 
 
@@ -113,7 +113,7 @@ class Shared(nn.Module):
 
 def test_shared_layers_tied_weights_and_layers_that_never_run() -> None:
     model = Shared()
-    report = overhead(factored(model), model, torch.zeros(1, 3, dtype=torch.int64))
+    report = count_overhead(factored(model), model, torch.zeros(1, 3, dtype=torch.int64))
     assert set(report.layers) == {"embed.weight", "a.weight"}
     assert report.layers["a.weight"].layer_macs == 2 * 3 * 32 * 32
     assert report.layers["a.weight"].rebuild_macs == 2 * 2 * 32 * 32
@@ -125,7 +125,7 @@ def test_shared_layers_tied_weights_and_layers_that_never_run() -> None:
 def test_the_model_is_left_alone() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)).train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    overhead(factored(model), model, torch.zeros(1, 32))
+    count_overhead(factored(model), model, torch.zeros(1, 32))
     assert model.training
     assert not model[0]._forward_hooks
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -133,7 +133,7 @@ def test_the_model_is_left_alone() -> None:
 
 def test_only_factors_are_counted() -> None:
     model = nn.Linear(32, 32)
-    report = overhead(fp.compress(model, fp.Scalar(4)), model, torch.zeros(1, 32))
+    report = count_overhead(fp.compress(model, fp.Scalar(4)), model, torch.zeros(1, 32))
     assert (report.layers, report.uncounted) == ({}, ())
     assert (report.total.overhead, report.total.bit_overhead) == (0.0, 0.0)
 
@@ -151,7 +151,7 @@ def test_factored_layers_cost_what_their_two_products_do(layer: nn.Module, examp
     as many as Z has numbers a filter."""
     model = nn.Sequential(layer)
     packed = factored(model)
-    cost = overhead(packed, model, example).layers["0.weight"]
+    cost = count_overhead(packed, model, example).layers["0.weight"]
     rank, tiles = packed["0.weight"].parts["latent"].shape
     outputs = model(example)
     positions = outputs.numel() // 24

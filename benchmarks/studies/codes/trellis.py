@@ -1,7 +1,7 @@
 """Trellis-coded (dependent) quantization, as in VVC and NNC: two quantizers, and a state that says which is next.
 
 Q0 holds the even multiples of the step, Q1 the odd ones and zero. Index k of quantizer q is the level
-2k - q sign(k); its parity drives the state machine, so a decoder knows the quantizer of every number and a
+2k - q sign(k); its parity drives the state machine, so a decoder knows the quantizer of every element and a
 code is half as dense as the levels that a path can reach.
 """
 
@@ -21,7 +21,7 @@ from factorpack.quantize.trellis import machine as machine_of
 REACH = 64
 """Indices beyond it are priced like it, with two bits more for each doubling."""
 _AT_ONCE = 1 << 16
-"""Numbers whose branches are priced at once: they stay in the cache."""
+"""Elements whose branches are priced at once: they stay in the cache."""
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.integer]
@@ -52,11 +52,11 @@ def trellis(states: int) -> Trellis:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prices:
-    """What indices cost: bits by model, quantizer and magnitude, (models, 2, REACH + 1), and what a bit is worth."""
+    """What indices cost: bits by model, quantizer and magnitude, (models, 2, REACH + 1), and the price of a bit."""
 
     bits: Floats
     model: Ints
-    """Of each number, (rows, columns)."""
+    """The model of each element, (rows, columns)."""
     price: float
     """In squared steps."""
 
@@ -159,7 +159,7 @@ def frequency_model(frequencies: Ints) -> Any:
 
 
 def _cheapest(size: Floats, q: Ints | int, parity: Ints | int, prices: Prices) -> tuple[Ints, Floats]:
-    """Of the indices with a parity, the nearest or the next one inward: its magnitude and its cost."""
+    """The nearest index with a parity, or the next one inward: its magnitude and its cost."""
     best, least = None, None
     near = np.maximum(np.rint((size + (q - 2 * parity)) / 4), 0).astype(np.int64)
     offset = (prices.model * 2 + q) * (REACH + 1)
@@ -181,7 +181,7 @@ def _cheapest(size: Floats, q: Ints | int, parity: Ints | int, prices: Prices) -
 
 
 def _traced(choice: NDArray[np.bool_], state: Ints, source: Ints, subset: Ints) -> Ints:
-    """From the cheapest last states back to the first: the subset taken at each number."""
+    """From the cheapest last states back to the first: the subset taken at each element."""
     taken = np.empty((len(choice), len(state)), np.int8)
     column = np.arange(len(state))
     for row in range(len(choice) - 1, -1, -1):
