@@ -33,7 +33,15 @@ CHOSEN: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "scalar": ({"bits": 3, "clip": "minmax"},),
     "second_order": (
-        {"step": 0.3, "tile": 9, "price": 0.05, "damping": 0.2, "samples": 16, "trellis": 8, "try_plain": False},
+        {
+            "step": 0.3,
+            "tile": 9,
+            "price": 0.05,
+            "damping": 0.2,
+            "samples": 16,
+            "trellis": 8,
+            "try_plain": False,
+        },
         {"bits": 4, "tile": 1},
     ),
     "vq": ({"codewords": 16, "tile": 4, "regime": "large", "iterations": 3, "seed": 2},),
