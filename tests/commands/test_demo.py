@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -67,3 +70,12 @@ def test_the_command_prints_one_json_object(
     monkeypatch.setitem(demo.__globals__, "run_demo", lambda *_given, **_settings: done)
     demo(done.folder, as_json=True)
     assert json.loads(capsys.readouterr().out)["test_accuracy"] == done.accuracy
+
+
+def test_the_installed_program(tmp_path: Path) -> None:
+    program = Path(sys.executable).with_name("factorpack")
+    nothing = subprocess.run(
+        [program, "inspect", tmp_path / "none"], capture_output=True, text=True, check=False
+    )
+    assert nothing.returncode == 2
+    assert nothing.stderr.startswith("error: there is no file")

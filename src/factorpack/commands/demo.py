@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +12,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from factorpack.commands.console import print_json, print_line, print_table
+from factorpack.commands.options import Json
 from factorpack.comparison import PLANNED, Point, compare
 from factorpack.comparison.figure import pareto
 from factorpack.digits import EPOCHS, Split, accuracy, digits, train_net
@@ -47,7 +46,7 @@ class Demo:
 
 def demo(
     folder: Annotated[Path, typer.Option(help="The folder to write the files to.")] = Path("factorpack-demo"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Plan a small net to byte budgets, beside plain rounding at the same sizes.
 
@@ -58,7 +57,7 @@ def demo(
     """
     done = run_demo(folder, progress=not as_json)
     if as_json:
-        print(json.dumps(_document(done)))
+        print_json(_document(done))
     else:
         _show(done)
 
@@ -139,16 +138,14 @@ def _document(done: Demo) -> dict[str, Any]:
 
 
 def _show(done: Demo) -> None:
-    # A pipe has no width: 80 columns would fold the table.
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in ("times smaller", "planned, bytes", "accuracy", "rounded, bytes", "bits", "accuracy"):
         table.add_column(heading, justify="right")
     table.add_row("FP32", f"{done.checkpoint_bytes:,}", f"{done.accuracy:.1%}")
     for planned, rounded in _pairs(done.points):
         table.add_row(f"{planned.asked_ratio:g}", *_cells(planned), *_cells(rounded, with_bits=True))
-    console.print(table)
-    console.print(_explanation(done), soft_wrap=True)
+    print_table(table)
+    print_line(_explanation(done))
 
 
 def _pairs(points: Sequence[Point]) -> list[tuple[Point, Point]]:
