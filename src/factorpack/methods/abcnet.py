@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from factorpack.decoding import level_range
 from factorpack.errors import PlanError
+from factorpack.kinds.levels import level_range
 from factorpack.methods.base import Method
 from factorpack.methods.keep import Keep
 from factorpack.methods.settings import check_type

@@ -10,8 +10,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from factorpack.decoding import index_bits
 from factorpack.errors import PlanError
+from factorpack.kinds.codewords import index_bits
 from factorpack.methods.base import Method
 from factorpack.methods.scalar import Scalar
 from factorpack.methods.settings import check_type, powers_of_two
