@@ -11,8 +11,8 @@ from torch import Tensor
 
 from factorpack.errors import PlanError
 from factorpack.kinds.levels import level_range
-from factorpack.methods.base import Method
 from factorpack.methods.keep import Keep
+from factorpack.methods.method import Method
 from factorpack.methods.settings import check_type
 from factorpack.quantize.uniform import storable
 from factorpack.record import Encoded
