@@ -1,4 +1,4 @@
-"""Scalar: per-channel uniform quantization, one signed code a weight."""
+"""Scalar: per-channel uniform quantization, one signed code per weight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from factorpack.weight import Weight
 
 @dataclass(frozen=True, slots=True)
 class Scalar(Method):
-    """Rounds each output channel to `bits`-bit codes times an FP16 scale (C = I in the paper's frame)."""
+    """Rounds each output channel to `bits`-bit codes times an FP16 scale (C = I in the paper's notation)."""
 
     bits: int = 8
     clip: Clip = "mse"

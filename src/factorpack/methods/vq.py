@@ -26,12 +26,11 @@ from factorpack.weight import Weight
 
 @dataclass(frozen=True, slots=True)
 class VQ(Method):
-    """`codewords` tiles found by k-means stand for all tiles (Z one-hot in the paper's frame).
+    """`codewords` tiles found by k-means represent all tiles (Z one-hot in the paper's notation).
 
-    A tile is a kernel of a convolution, or 4 numbers of a pointwise or linear layer, twice that in the
-    "large" `regime`, or `tile` numbers.
-    There are never more codewords than a quarter of the tiles; a weight that is larger so than in 8-bit
-    codes gets `Scalar(8)`. The `note` says so.
+    A tile is a kernel of a convolution, or 4 values of a pointwise or linear layer, twice that in the "large"
+    `regime`, or `tile` values. There are never more codewords than a quarter of the tiles. A weight that
+    would be larger than in 8-bit codes gets `Scalar(8)`. The `note` says so.
     """
 
     codewords: int = 256
