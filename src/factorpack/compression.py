@@ -50,31 +50,29 @@ def compress(
 ) -> Packed:
     """Compresses a model, a state dict or a checkpoint on disk: with `method`, or into a budget.
 
-    A budget is one of `ratio` (FP32 bytes over the file's), `max_bytes`, and `max_loss` (nats of
-    Kullback-Leibler divergence from the original's answers on an eighth of the calibration data, kept
-    aside). Steps, bases, ranks, bits and zeros are then chosen for every weight, `planner` says how. With
-    `calibration`, batches of inputs or `calibrate`'s result, and a model, it is the outputs that are kept
-    close; without, the weights. The rate-distortion curves of all weights are in the result's `curves`,
-    and in the file of that name, where the next budget for the same model finds them.
+    A budget is one of `ratio` (FP32 bytes over the file's bytes), `max_bytes`, and `max_loss` (nats of
+    Kullback-Leibler divergence from the original's predictions on an eighth of the calibration data, which
+    is held out). Steps, bases, ranks, bits and zeros are then chosen for every weight; `planner` says how.
+    With a model and `calibration` (batches of inputs, or the result of `calibrate`) the outputs are kept
+    close; without, the weights. The rate-distortion curves of all weights are in the result's `curves`, and
+    in the file `curves`, where the next budget for the same model finds them.
 
-    With a `method` instead, one that wants data needs `calibration` too. The layers are then visited in
-    execution order, and each sees the inputs that the layers compressed before it produce (the original's
-    with `sequential=False`).
+    With a `method` that uses data, give `calibration` too. Layers are then compressed in execution order, and
+    each sees the outputs of the layers compressed before it (the original's with `sequential=False`).
 
-    `layers` maps patterns to methods of their own and `exclude` lists patterns to keep raw; a pattern is
-    a glob, or a regular expression behind `re:`. With a method, norms, biases and the first convolution
-    stay raw and the classifier gets 4-bit codes: plan/rules.py has the rules, and each tensor's `note` the
-    one it met.
+    `layers` maps patterns to methods and `exclude` lists patterns to keep raw; a pattern is a glob, or a
+    regular expression after `re:`. With a method, norms, biases and the first convolution stay raw and the
+    classifier gets 4-bit codes: planning/rules.py has the rules, and each tensor's `note` says which applied.
 
-    A `recipe` states all of this: a file, the name of a family ("resnet"; `factorpack recipes` lists them),
-    or "auto" for the family whose names the model has. The caller's own `layers` and `exclude` come before
-    it. A budget takes from it what is kept raw.
+    A `recipe` sets all of this: a file, the name of a family ("resnet"; `factorpack recipes` lists them), or
+    "auto" for the family that the model's tensor names match. The caller's `layers` and `exclude` take
+    precedence. A budget uses only what the recipe keeps raw.
 
-    `to` is a file to write: with a method, or over an engine, no more than one tensor is then held at a time.
-    An `engine` of `factorpack.engine` gives each tensor to one of its workers, who read the checkpoint
-    themselves: the source is then a path. Finished tensors wait in the folder `to`.parts, where the same call
-    goes on after it was killed. With a method the file is the one made without an engine; a budget is met from
-    the weights alone, and its file is the same for any number of workers.
+    `to` is a file to write: with a method, or over an engine, no more than one tensor is then in memory at a
+    time. An `engine` of `factorpack.engine` hands each tensor to a worker, which reads the checkpoint itself:
+    the source is then a path. Finished tensors wait in the folder `to`.parts, where the same call resumes if
+    it is killed. With a method the file is the same as without an engine; a budget is met from the weights
+    alone, and its file is the same for any number of workers.
 
     >>> packed = compress(model, ratio=20, calibration=batches)  # doctest: +SKIP
     >>> packed = compress(model, QSPCA(rank=128, latent_bits=3, sparsity=0.2))  # doctest: +SKIP
@@ -158,7 +156,7 @@ def _encode_calibrated(
     sequential: bool,
     progress: bool,
 ) -> Iterator[tuple[str, Encoded]]:
-    """Layers in execution order, each with a sample where its method wants one; then what never runs."""
+    """Layers in execution order, each with a sample where its method wants one; then those that never run."""
     wanted = {name: choice.method.samples for name, choice in plan.items()}
     with evaluating(model):
         if not isinstance(calibration, Calibration):
@@ -198,7 +196,7 @@ def _encode(
 def _sample(
     calibration: Calibration, layer: str, model: nn.Module, compressed: nn.Module, method: Method
 ) -> LayerSample | LayerMoments | None:
-    """What a method wants to know of a layer; a layer whose inputs cannot be unfolded has no moments."""
+    """What a method wants to know about a layer; a layer whose inputs cannot be unfolded has no moments."""
     if not method.wants_moments:
         return calibration.sample(layer, model, compressed)
     if not has_moments(model.get_submodule(layer)):

@@ -161,7 +161,7 @@ def save(packed: Packed, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> Packed:
-    """Opens a packed file: everything is checked now, the tensors are read when they are asked for."""
+    """Opens a packed file. Everything is checked now; tensors are read when they are used."""
     reader = Reader(path)
     return Packed(reader, reader.schema.aliases, reader)
 

@@ -15,7 +15,7 @@ from factorpack.errors import PlanError
 from factorpack.format.container import file_header
 from factorpack.format.packed_file import file_bytes
 from factorpack.methods import METHODS, Method
-from factorpack.methods.base import EXCERPT_VALUES
+from factorpack.methods.method import EXCERPT_VALUES
 from factorpack.source import open_source
 from factorpack.weight import Weight
 from tests.helpers import seeded, shared_weights

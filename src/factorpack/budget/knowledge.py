@@ -52,7 +52,7 @@ class Knowledge:
         return tensors.source.weight(name, inputs, self.sensitivity.get(name))
 
     def moments(self, name: str, compressed: nn.Module | None) -> LayerMoments | None:
-        """Of one layer's inputs, in the compressed network so far beside the original."""
+        """Moments of one layer's inputs, in the network as compressed so far beside the original."""
         layer = self.layer_of.get(name)
         if layer is None or self.calibration is None or self.model is None:
             return None

@@ -1,4 +1,4 @@
-"""`plan`: what `compress` would do with every tensor, and what that would take, without doing it."""
+"""`plan`: what `compress` would do with every tensor, its size, time and memory, without doing it."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ def plan(
     recipe: str | Path | None = None,
     planner: Planner | None = None,
 ) -> Preview:
-    """What `compress` with the same arguments would come to. Nothing is written.
+    """Estimates what `compress` would do with the same arguments. Nothing is written.
 
-    Sizes and seconds come from encoding a sample of every weight, 65,536 numbers of it or a little more,
-    and of no more than three weights of the same shape; memory is the largest weight's times a measured
-    factor. With a budget they are those from the weights alone: calibration data would share the same bytes
-    out in another way, and take longer.
+    Sizes and seconds come from encoding an excerpt of every weight, 65,536 values of it or a few more, for no
+    more than three weights of the same shape. Memory is that of the largest weight times a measured factor.
+    With a budget the estimate is from the weights alone: calibration data would distribute the same bytes
+    differently, and take longer.
 
     >>> print(fp.plan("resnet18.safetensors", ratio=12).file_bytes)  # doctest: +SKIP
     """
@@ -117,7 +117,7 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class _Estimate:
-    """A tensor's row in the file's schema, with its estimated bytes, and what else there is to say of it."""
+    """A tensor's row in the file's schema, with estimated bytes, its encoding in words, time and memory."""
 
     row: TensorRow
     words: str

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from factorpack.errors import PlanError
 from factorpack.kinds.levels import level_range
-from factorpack.methods.base import Method
 from factorpack.methods.keep import Keep
+from factorpack.methods.method import Method
 from factorpack.methods.settings import check_type
 from factorpack.quantize.uniform import storable
 from factorpack.record import Encoded
@@ -25,12 +25,12 @@ MOST_BASES = 5
 class ABCNet(Method):
     """Accurate binary convolution (Lin et al. 2017), of weights alone: W ~ sum_i a_i B_i.
 
-    B_i = sign(w - mean(w) + u_i std(w)), with M = `bases` shifts u_i spread evenly over [-1, 1] (0 for a
+    B_i = sign(w - mean(w) + u_i std(w)), with M = `bases` shifts u_i spaced evenly over [-1, 1] (0 for a
     single one), and a by least squares. A weight above one threshold is above all lower ones, so the sum
-    has M + 1 values; the code of a weight is how many of its signs are positive, and the values are the
-    levels. The paper counts M bits a weight, a bit a sign; M + 1 levels take the logarithm of that.
-    `channels` gives every output channel a mean, a spread and factors of its own. In fine-tuning the
-    levels learn one by one, which is one number more than the M factors.
+    has M + 1 values, the levels; the code of a weight is the number of its positive signs. The paper counts
+    M bits per weight, one per sign; M + 1 levels need only their logarithm. With `channels` every output
+    channel has its own mean, standard deviation and factors. Fine-tuning learns each level by itself, one
+    parameter more than the M factors.
     """
 
     bases: int = 3
@@ -63,20 +63,20 @@ class ABCNet(Method):
         return Keep()
 
     def _positive_signs(self, rows: Tensor) -> Tensor:
-        """How many of the M signs of each number are positive: (r, n), whole."""
+        """How many of the M signs of each value are positive: (r, n), integers."""
         wide = rows.double()
-        mean, spread = wide.mean(1, keepdim=True), wide.std(1, correction=0, keepdim=True)
+        mean, deviation = wide.mean(1, keepdim=True), wide.std(1, correction=0, keepdim=True)
         shifts = torch.linspace(-1.0, 1.0, self.bases, dtype=wide.dtype) if self.bases > 1 else [0.0]
         count = torch.zeros_like(rows, dtype=torch.int64)
         for shift in shifts:
-            count += wide - mean + float(shift) * spread >= 0
+            count += wide - mean + float(shift) * deviation >= 0
         return count
 
 
 def _sums(rows: Tensor, positive: Tensor, bases: int) -> Tensor:
     """The M + 1 values of sum_i a_i B_i, for the a closest to each row: (r, n) -> (r, M + 1).
 
-    The least squares only need to know how many numbers have each count of positive signs, and their sum.
+    Least squares only needs how many values have each count of positive signs, and their sum.
     """
     one = torch.ones_like(rows, dtype=torch.float64)
     counts = one.new_zeros(len(rows), bases + 1).scatter_add_(1, positive, one)

@@ -9,23 +9,23 @@ from typing import ClassVar
 import torch
 
 from factorpack.errors import PlanError
-from factorpack.methods.base import Method
 from factorpack.methods.codeword_tiles import check_settings, cut, tile_of
+from factorpack.methods.method import Method
 from factorpack.methods.settings import check_type, powers_of_two
 from factorpack.record import Encoded
 from factorpack.solve.additive import additive_quantize, update_codes
 from factorpack.weight import Weight
 
 MOST_CODEWORDS = 4096
-"""Of all codebooks together: they are solved for at once."""
+"""In all codebooks together: they are solved for at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class AQ(Method):
-    """Each tile is a sum of `codebooks` codewords, one of each codebook (Z binary in the paper's frame).
+    """Each tile is a sum of `codebooks` codewords, one from each codebook (Z binary in the paper's notation).
 
-    Tiles are those of `VQ`, so that an index more a tile is paid for a closer sum; a `tile` that is
-    `codebooks` times as long has the rate of `VQ`.
+    Tiles are those of `VQ`: one more index per tile buys a closer sum. A `tile` that is `codebooks` times as
+    long has the same rate as `VQ`.
     """
 
     codebooks: int = 2

@@ -10,7 +10,6 @@ from typing import ClassVar, Literal
 import torch
 
 from factorpack.errors import PlanError
-from factorpack.methods.base import Method
 from factorpack.methods.codeword_tiles import (
     CLASSIFIER_CODEWORDS,
     CLASSIFIER_TILE,
@@ -22,6 +21,7 @@ from factorpack.methods.codeword_tiles import (
     cut,
     tile_of,
 )
+from factorpack.methods.method import Method
 from factorpack.methods.settings import check_type
 from factorpack.methods.vq import VQ
 from factorpack.record import Encoded, LayerMoments
@@ -34,14 +34,14 @@ from factorpack.weight import Weight
 class BGD(Method):
     """Vector quantization whose distances are those of the layer's output on calibration data.
 
-    An error e of a tile costs e^T H e, with H the second moment of the inputs that the tile meets: with
-    `gram="blocks"` of each block of inputs its own, with `gram="shared"` the mean of all, as in the paper,
-    whose activations of all blocks stand in one matrix. Codewords are then assigned, and moved to where
-    their tiles cost least, by turns.
+    An error e of a tile costs e^T H e, with H the second moment of the inputs that the tile meets: its own
+    per block of inputs with `gram="blocks"`, or the mean of all with `gram="shared"`, as in the paper, which
+    puts the activations of all blocks into one matrix. Codewords are assigned, then moved to where their
+    tiles cost least, in turns.
 
-    Tiles are the paper's: small blocks are a kernel, or 4 numbers of a pointwise or linear layer, large
-    ones twice that; there are at most a quarter as many codewords as tiles. Without calibration data, or
-    where tiles do not divide a filter, this is `VQ`, and the `note` says so.
+    Tiles are the paper's: small blocks are a kernel, or 4 values of a pointwise or linear layer, large ones
+    twice that. There are at most a quarter as many codewords as tiles. Without calibration data, or where
+    tiles do not divide a filter, this is `VQ`, and the `note` says so.
     """
 
     codewords: int = 256
@@ -50,7 +50,7 @@ class BGD(Method):
     gram: Literal["blocks", "shared"] = "blocks"
     iterations: int = 30
     damping: float = 0.1
-    """Of the inputs' mean square: what keeps a tile near its codeword where the sample hardly shows its inputs."""
+    """Share of the inputs' mean square that keeps tiles near their codewords where the sample has few inputs."""
     seed: int = 0
     samples: int = 64
     """Calibration samples a layer needs."""

@@ -1,4 +1,4 @@
-"""What the methods of codewords share: how a weight is cut into tiles, and how codewords are stored."""
+"""What the codeword methods share: cutting a weight into tiles, and storing codewords."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from factorpack.errors import PlanError
 from factorpack.kinds.codewords import index_bits
-from factorpack.methods.base import Method
+from factorpack.methods.method import Method
 from factorpack.methods.scalar import Scalar
 from factorpack.methods.settings import check_type, powers_of_two
 from factorpack.quantize.uniform import MAX_STORED_BITS, code_dtype, storable_values
@@ -28,7 +28,7 @@ POINTWISE_TILE = 4
 CLASSIFIER_CODEWORDS, CLASSIFIER_TILE = 2048, 4
 """What the papers of BGD and PQF give ResNet18's classifier."""
 TILES_PER_CODEWORD = 4
-"""Fewer would make a codebook as large as what it saves."""
+"""With fewer, a codebook takes as much as it saves."""
 FALLBACK = Scalar(bits=8)
 
 
@@ -76,14 +76,14 @@ def tile_of(shape: tuple[int, ...], regime: Regime = "small", filter_size: int |
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tiles:
-    """A weight's tiles, in a unit in which no square overflows, and how many codewords they may have."""
+    """A weight's tiles, in a unit in which no square overflows, and the number of codewords they may have."""
 
     weight: Weight
     note: str
     points: Tensor
     """(n, d)."""
     unit: float
-    """A power of two, about the largest number."""
+    """A power of two, about the largest value."""
     count: int
 
     def stored(self, codewords: Tensor) -> Tensor:
@@ -111,9 +111,9 @@ class Tiles:
 
 
 def _by_frequency(codebook: Tensor, indices: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The codebook in another order, and codes for it: the more often it is used the nearer to 0.
+    """The codebook in another order, and its codes: the more often a codeword is used, the nearer to 0.
 
-    An entropy coder's tables are then short, and rows that use rare codewords can tell by their size.
+    This keeps the entropy coder's tables short, and rows of rare codewords recognisable by their magnitude.
     """
     count = len(codebook)
     codes = torch.arange(count, device=indices.device) - (1 << (bits - 1))
@@ -127,7 +127,7 @@ def _by_frequency(codebook: Tensor, indices: Tensor, bits: int) -> tuple[Tensor,
 def cut(weight: Weight, tile: int, codewords: int, stages: int = 1) -> Tiles | Encoded:
     """The tiles of a weight; or the weight in 8-bit codes, where codewords would not be smaller.
 
-    There are at most a quarter as many codewords, of all stages together, as tiles, and at least two a stage.
+    There are at most a quarter as many codewords, in all stages together, as tiles, and at least two per stage.
     """
     working = weight.finite()
     tile = min(tile, working.numel())

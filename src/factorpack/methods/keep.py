@@ -1,4 +1,4 @@
-"""Keep: a tensor that stays raw, in its own dtype or a smaller one."""
+"""Keep: a tensor stored as it is, in its own dtype or a smaller one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError, WeightError
-from factorpack.methods.base import Method
+from factorpack.methods.method import Method
 from factorpack.record import DTYPES, Encoded
 from factorpack.weight import Weight
 
@@ -58,7 +58,7 @@ class Keep(Method):
 
 
 def _overflows(values: Tensor, rounded: Tensor) -> bool:
-    """Whether rounding, or the way back, clips a number or makes it infinite."""
+    """Whether rounding, or converting back, clips a value or makes it infinite."""
     wide = values.dtype if values.dtype.itemsize >= 4 else torch.float32  # 8-bit floats cannot be compared
     before, after = values.to(wide), rounded.to(values.dtype).to(wide)
     clipped = before.isfinite() & (before.abs() > torch.finfo(rounded.dtype).max)

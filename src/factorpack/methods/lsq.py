@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from factorpack.errors import PlanError
-from factorpack.methods.base import Method
+from factorpack.methods.method import Method
 from factorpack.methods.settings import check_type
 from factorpack.quantize.uniform import MAX_BITS, code_range, storable, to_codes
 from factorpack.record import Encoded
@@ -20,14 +20,14 @@ BITS = (1, MAX_BITS)
 
 @dataclass(frozen=True, slots=True)
 class LSQ(Method):
-    """Learned-step quantization (Esser et al. 2019): codes of a step 2 mean|w| / sqrt(Q_P).
+    """Learned-step quantization (Esser et al. 2019): codes with the step 2 mean|w| / sqrt(Q_P).
 
     Q_P = 2^(bits-1) - 1 is the highest code. The step is a start for fine-tuning and not the closest;
     `Scalar` has that one. With `channels` every output channel has a step, otherwise the tensor has one.
 
-    At one bit Q_P is 0, and the paper's formula is no number. The codes are signs there, as in the methods
-    that came after it, and the step is mean|w|, the closest for signs: two levels, stored as such, since
-    codes of one bit would be -1 and 0. They learn one by one.
+    At one bit Q_P is 0, and the paper's formula is undefined. The codes are signs there, as in later methods,
+    and the step is mean|w|, the closest for signs: two levels, stored as such, since codes of one bit would
+    be -1 and 0. Each level is learned by itself.
 
     The paper multiplies a step's gradient by 1 / sqrt(N Q_P), N the weights that share it, so that plain
     gradient descent moves steps and weights by like shares of themselves. `fp.finetune` does without: its

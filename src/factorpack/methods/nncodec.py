@@ -1,4 +1,4 @@
-"""NNCodec: one step a tensor and rounding that weighs every code's bits, as DeepCABAC does."""
+"""NNCodec: one step per tensor and rounding that weighs the bits of every code, as DeepCABAC does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.methods.base import Method
+from factorpack.methods.method import Method
 from factorpack.methods.second_order import encode_at
 from factorpack.methods.settings import check_type, geometric
 from factorpack.record import Encoded
@@ -20,21 +20,21 @@ from factorpack.weight import Weight
 
 QP_LIMIT = 500
 QP_STEPS = 4
-"""Quantization parameters an octave."""
+"""Quantization parameters per octave."""
 
 
 @dataclass(frozen=True, slots=True)
 class NNCodec(Method):
     """Codes of one step for a whole tensor, each with the least (w - q s)^2 + price s^2 bits(q).
 
-    The step is `step` times the tensor's root mean square, or the one that the standard gives the whole
-    number `qp`: s = (1 + (qp mod 4) / 4) 2^floor(qp / 4), the same for every tensor.
+    The step is `step` times the tensor's root mean square, or the one that the standard assigns to the
+    integer `qp`: s = (1 + (qp mod 4) / 4) 2^floor(qp / 4), the same for every tensor.
 
-    The scheme is that of DeepCABAC (Wiedemann et al. 2019) and of the standard ISO/IEC 15938-17 made of
-    it, and the streams are not. There codes become binary decisions whose models adapt as they are read,
-    with contexts from the code before; here a code is one symbol of asymmetric numeral systems, whose
-    tables are stored, and its context is the class of its row and column. There a weight's error may count
-    by its importance, and quantizers may depend on each other; here neither does.
+    The scheme is that of DeepCABAC (Wiedemann et al. 2019) and of the standard ISO/IEC 15938-17 based on it;
+    the streams are not. There, codes become binary decisions whose models adapt as they are read, with
+    contexts from the code before. Here, a code is one symbol of an asymmetric numeral system with stored
+    tables, and its context is the class of its row and column. There, errors may be weighted by importance,
+    and quantizers may depend on each other; here neither is done.
     """
 
     step: float | None = None
@@ -74,5 +74,5 @@ class NNCodec(Method):
             octave, quarter = divmod(self.qp, QP_STEPS)
             return float((1 + quarter / QP_STEPS) * 2.0**octave)
         assert self.step is not None
-        spread = float(rows.double().square().mean().sqrt())
-        return self.step * spread or 1.0  # a tensor of zeros is zero at any step
+        rms = float(rows.double().square().mean().sqrt())
+        return self.step * rms or 1.0  # a tensor of zeros is zero at any step

@@ -10,7 +10,6 @@ from typing import ClassVar
 import torch
 
 from factorpack.errors import PlanError
-from factorpack.methods.base import Method
 from factorpack.methods.codeword_tiles import (
     CLASSIFIER_CODEWORDS,
     CLASSIFIER_TILE,
@@ -21,22 +20,23 @@ from factorpack.methods.codeword_tiles import (
     cut,
     tile_of,
 )
+from factorpack.methods.method import Method
 from factorpack.methods.settings import check_type
 from factorpack.record import Encoded
 from factorpack.solve.kmeans import annealed_kmeans, kmeans, kmeans_plus_plus
 from factorpack.weight import Weight
 
 SETTLING = 10
-"""Steps without noise after the others."""
+"""Steps without noise at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class PQF(Method):
-    """Vector quantization by k-means under noise that dies away (SR-C), from the weights alone.
+    """Vector quantization by k-means under decaying noise (SR-C), from the weights alone.
 
-    Step i of `iterations` takes each codeword as the mean of tiles with noise of their own covariance, of
+    Step i of `iterations` takes each codeword as the mean of its tiles plus noise of their own covariance, at
     temperature `heat` (1 - i / iterations)^`decay`. Tiles are those of `BGD`. The paper first permutes a
-    network's channels: that is a step on models, and this quantizes the weight it is given.
+    network's channels; that works on whole models, and this quantizes the weight it is given.
     """
 
     codewords: int = 256

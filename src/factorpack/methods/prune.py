@@ -1,4 +1,4 @@
-"""Prune: the smallest weights of a tensor become zero, the others codes of a scale a channel."""
+"""Prune: the smallest weights of a tensor become zero, the others codes with one scale per channel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from factorpack.errors import PlanError
-from factorpack.methods.base import Method
+from factorpack.methods.method import Method
 from factorpack.methods.settings import check_type, geometric
 from factorpack.quantize.uniform import check_bits, fit_scale, to_codes
 from factorpack.record import Encoded
@@ -21,10 +21,10 @@ from factorpack.weight import Weight
 class Prune(Method):
     """Magnitude pruning (Han et al. 2015): a `sparsity` share of all weights, the smallest, is zero.
 
-    What is left is rounded to `bits`-bit codes times an FP16 scale a channel, fitted to it alone. All
-    zeros of the threshold count as extra, since it comes before the rounding: fine-tuning keeps them, and
-    the fixed-width size counts a mask of one bit a weight and the codes that are not zero. The file has no
-    mask: entropy coding makes zeros nearly free.
+    The rest is rounded to `bits`-bit codes times an FP16 scale per channel, fitted to it alone. All zeros
+    of the threshold count as extra, since it comes before the rounding: fine-tuning keeps them, and the
+    fixed-width size counts a mask of one bit per weight and the nonzero codes. The file has no mask: entropy
+    coding makes zeros nearly free.
     """
 
     sparsity: float = 0.9

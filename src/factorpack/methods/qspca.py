@@ -1,4 +1,4 @@
-"""QSPCA: quantized sparse PCA, the paper's representation, found from the weights alone."""
+"""QSPCA: quantized sparse PCA, the paper's representation, from the weights alone or on the layer's outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.methods.base import EXCERPT_VALUES, Method
+from factorpack.methods.method import EXCERPT_VALUES, Method
 from factorpack.methods.scalar import Scalar
 from factorpack.methods.settings import build_settings, check_type
 from factorpack.quantize.uniform import Clip, check_bits, fit_scale, from_codes, to_codes
@@ -31,14 +31,14 @@ COMPARED_RANKS = (4, 6, 8, 12, 16, 24, 32, *range(48, 257, 16))
 class QSPCA(Method):
     """W~ = C Z + mu: a `codebook_bits` codebook and a sparse `latent_bits` latent of rank `rank`.
 
-    The weight is cut into tiles of `tile` numbers; C starts from the first `rank` principal directions
-    and is quantized a column at a time; Z solves least squares against the *quantized* C and is quantized
-    with a scale a row (or a column); then the smallest `sparsity` share of all latents becomes zero, on
-    top of those that rounding made zero.
+    The weight is cut into tiles of `tile` values. C starts from the first `rank` principal directions and is
+    quantized column by column; Z solves least squares against the *quantized* C and is quantized with one
+    scale per row (or column); then the smallest `sparsity` share of all latents becomes zero, on top of
+    those that rounding made zero.
 
     The paper needs rank <= tile <= number of tiles. Where a weight is too small for that, the tile is
-    halved until it holds and the rank cut to the tile; where no tile from 16 up will do, or the factors
-    would take more room than 8-bit codes, the weight gets `Scalar(8)`. The `note` says so.
+    halved until it fits and the rank limited to the tile. Where no tile from 16 up fits, or the factors
+    would be larger than 8-bit codes, the weight gets `Scalar(8)`. The `note` says so.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class QSPCA(Method):
     center: bool = True
     clip: Clip = "mse"
     solver: ProjectedGradient | None = None
-    """With calibration data: improve the factors on the layer's outputs, from the paper's own start."""
+    """With calibration data: improves the factors on the layer's outputs, from the paper's own start."""
 
     name: ClassVar[str] = "qspca"
     title: ClassVar[str] = "the paper's QSPCA"
@@ -128,7 +128,7 @@ class QSPCA(Method):
         return min(values, numel)
 
     def fit(self, numel: int) -> tuple[int, int]:
-        """The tile and rank a weight of `numel` numbers gets; (0, 0) where it gets scalar codes."""
+        """The tile and rank of a weight of `numel` values; (0, 0) where it gets scalar codes."""
         tile = self.tile
         while tile > tile_count(numel, tile) and tile > SMALLEST_HALVED_TILE:
             tile = max(tile // 2, SMALLEST_HALVED_TILE)
@@ -139,7 +139,7 @@ class QSPCA(Method):
         return (tile, rank) if tile <= count and bits < 8 * numel else (0, 0)
 
     def _factorize(self, matrix: Tensor, rank: int) -> tuple[dict[str, Tensor], int]:
-        columns = principal_basis(matrix, rank).T.contiguous()  # (k, d): a scale a column of C
+        columns = principal_basis(matrix, rank).T.contiguous()  # (k, d): one scale per column of C
         codebook_scale = fit_scale(columns, self.codebook_bits, self.clip)
         codebook = to_codes(columns, codebook_scale, self.codebook_bits).T.contiguous()  # (d, k)
         latent = best_latent(from_codes(codebook, codebook_scale.T).to(matrix.dtype), matrix)  # (k, n)

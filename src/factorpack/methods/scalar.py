@@ -1,4 +1,4 @@
-"""Scalar: per-channel uniform quantization, one signed code a weight."""
+"""Scalar: per-channel uniform quantization, one signed code per weight."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from factorpack.errors import PlanError
-from factorpack.methods.base import Method
+from factorpack.methods.method import Method
 from factorpack.methods.settings import check_type
 from factorpack.quantize.uniform import Clip, check_bits, fit_scale, to_codes
 from factorpack.record import Encoded
@@ -16,7 +16,7 @@ from factorpack.weight import Weight
 
 @dataclass(frozen=True, slots=True)
 class Scalar(Method):
-    """Rounds each output channel to `bits`-bit codes times an FP16 scale (C = I in the paper's frame)."""
+    """Rounds each output channel to `bits`-bit codes times an FP16 scale (C = I in the paper's notation)."""
 
     bits: int = 8
     clip: Clip = "mse"

@@ -1,4 +1,4 @@
-"""SecondOrder: rounding that keeps a layer's output, with error feedback, in a basis over its tiles."""
+"""SecondOrder: rounding with error feedback that preserves a layer's output, in a basis over its tiles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from factorpack.errors import PlanError
 from factorpack.format.streams import coded_bytes
-from factorpack.methods.base import Method
+from factorpack.methods.method import Method
 from factorpack.methods.settings import check_type
 from factorpack.quantize.trellis import MEMORY, SHORTEST
 from factorpack.quantize.uniform import (
@@ -40,13 +40,13 @@ from factorpack.weight import Weight
 
 @dataclass(frozen=True, slots=True)
 class SecondOrder(Method):
-    """Codes of one `step` for a whole layer, as wide as they come out, or of `bits` with a scale a channel.
+    """Codes of one `step` for a whole layer, as wide as needed, or of `bits` with one scale per channel.
 
     Each column's rounding error is fed into the columns not yet rounded, so that the layer's *output*
-    changes least; `price` is what a bit of the entropy-coded file is worth, in squared steps. With
-    `tile` above 1 the codes are latents of a basis over tiles of that many weights, such as a 3x3 kernel.
-    Without calibration data the weights themselves are kept closest instead. With a `trellis` of 4 or 8
-    states the codes are a path through it where that makes them smaller: finer levels of the same error.
+    changes least. `price` is what a bit of the entropy-coded file is worth, in squared steps. With `tile`
+    above 1 the codes are latents in a basis over tiles of that many weights, such as a 3x3 kernel. Without
+    calibration data the error of the weights themselves is minimised. With a `trellis` of 4 or 8 states the
+    codes are a path through it where that makes them smaller: fewer bits at the same error.
     """
 
     step: float | None = None

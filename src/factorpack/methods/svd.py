@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.methods.base import Method
+from factorpack.methods.method import Method
 from factorpack.methods.qspca import factor_parts
 from factorpack.methods.scalar import Scalar
 from factorpack.methods.settings import check_type, geometric
@@ -21,12 +21,12 @@ from factorpack.weight import Weight
 
 @dataclass(frozen=True, slots=True)
 class LowRank(Method):
-    """What methods of two thin factors have in common: how thin, and how fine their codes are.
+    """What low-rank methods share: the rank of the two factors and the width of their codes.
 
-    Give the `rank`, or the `share` of the weight's own count of numbers that both factors may have
-    together. Codes have `bits` bits, 16 of which can stand for FP16, and a scale for each of the rank's
-    components in either factor, so that it does not matter how singular values are split between the two.
-    Where the factors would hold no fewer numbers than the weight, it gets scalar codes; the `note` says so.
+    Give the `rank`, or the `share` of the weight's size that both factors may have together. Codes have `bits`
+    bits (16 are as good as FP16), and one scale per component in either factor, so that it does not matter
+    how singular values are split between the two. Where the factors would be no smaller than the weight, it
+    gets scalar codes; the `note` says so.
     """
 
     rank: int | None = None
@@ -51,7 +51,7 @@ class LowRank(Method):
             raise PlanError(f"bits is {self.bits}, allowed are {MIN_BITS} to {MAX_STORED_BITS}")
 
     def factorized(self, kind: str, matrix: Tensor, weight: Weight) -> Encoded:
-        """The factors of a matrix that holds a weight's numbers in the order of `kind`."""
+        """The factors of a matrix that holds a weight's values in the order of `kind`."""
         rank = self._fit(*matrix.shape)
         if rank * sum(matrix.shape) >= matrix.numel():
             fallback = Scalar(min(self.bits, MAX_BITS)).encode(weight)

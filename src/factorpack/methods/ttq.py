@@ -1,4 +1,4 @@
-"""TTQ: three levels a tensor or a channel, two of them learned."""
+"""TTQ: three levels per tensor or per channel, two of them learned."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.methods.base import Method
 from factorpack.methods.keep import Keep
+from factorpack.methods.method import Method
 from factorpack.methods.settings import check_type
 from factorpack.quantize.uniform import storable
 from factorpack.record import Encoded
@@ -22,12 +22,12 @@ BITS = 2
 
 @dataclass(frozen=True, slots=True)
 class TTQ(Method):
-    """Trained ternary quantization (Zhu et al. 2016): -W_n, 0 and W_p, told apart by +-t max|w|.
+    """Trained ternary quantization (Zhu et al. 2016): -W_n, 0 and W_p, separated by +-t max|w|.
 
-    t is `threshold`. The paper draws W_p and W_n from training; here they start as the means of what lies
-    beyond the threshold, the best there are for these codes. `channels` gives every output channel a
-    threshold and levels of its own. In fine-tuning the threshold stays where it is now, half a code from
-    zero, and does not follow the largest weight.
+    t is `threshold`. In the paper W_p and W_n come from training; here they start as the means of the weights
+    beyond the threshold, the best values for these codes. With `channels` every output channel has its own
+    threshold and levels. In fine-tuning the threshold stays half a code from zero and does not follow the
+    largest weight.
     """
 
     threshold: float = 0.05
@@ -63,6 +63,6 @@ class TTQ(Method):
 
 
 def _mean(rows: Tensor, where: Tensor) -> Tensor:
-    """The mean of some numbers in each row, zero where there are none: (r, n) -> (r, 1)."""
+    """The mean of selected values in each row, zero where there are none: (r, n) -> (r, 1)."""
     total = torch.where(where, rows, 0.0).sum(1, keepdim=True, dtype=torch.float64)
     return total / where.sum(1, keepdim=True).clamp_min(1)

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import torch
 
-from factorpack.methods.base import Method
 from factorpack.methods.codeword_tiles import (
     CLASSIFIER_CODEWORDS,
     CLASSIFIER_TILE,
@@ -19,6 +18,7 @@ from factorpack.methods.codeword_tiles import (
     cut,
     tile_of,
 )
+from factorpack.methods.method import Method
 from factorpack.record import Encoded
 from factorpack.solve.kmeans import kmeans, kmeans_plus_plus
 from factorpack.weight import Weight
@@ -26,12 +26,11 @@ from factorpack.weight import Weight
 
 @dataclass(frozen=True, slots=True)
 class VQ(Method):
-    """`codewords` tiles found by k-means stand for all tiles (Z one-hot in the paper's frame).
+    """`codewords` tiles found by k-means represent all tiles (Z one-hot in the paper's notation).
 
-    A tile is a kernel of a convolution, or 4 numbers of a pointwise or linear layer, twice that in the
-    "large" `regime`, or `tile` numbers.
-    There are never more codewords than a quarter of the tiles; a weight that is larger so than in 8-bit
-    codes gets `Scalar(8)`. The `note` says so.
+    A tile is a kernel of a convolution, or 4 values of a pointwise or linear layer, twice that in the "large"
+    `regime`, or `tile` values. There are never more codewords than a quarter of the tiles. A weight that
+    would be larger than in 8-bit codes gets `Scalar(8)`. The `note` says so.
     """
 
     codewords: int = 256

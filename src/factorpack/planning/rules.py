@@ -1,4 +1,4 @@
-"""The default plan: the caller's patterns first, then the paper's habits, then the method asked for.
+"""The default plan: the caller's patterns first, then the paper's conventions, then the requested method.
 
 1. A tensor that matches `exclude` is kept raw.
 2. A weight that matches a pattern of `layers` gets that pattern's method; the first match wins.
@@ -7,7 +7,7 @@
 4. Unless the method `suits_anything`: the first convolution is kept, a depthwise convolution gets
    8-bit codes, the classifier 4-bit codes, as in the paper.
 5. Unless the method's own paper does otherwise: TTQ and ABC-Net keep the classifier; VQ, BGD and PQF give it
-   2048 codewords of 4 numbers, as the papers of BGD and PQF give ResNet18's; AQ codes it as any other weight.
+   2048 codewords of 4 values, as the papers of BGD and PQF give ResNet18's; AQ codes it as any other weight.
 6. Everything else gets the method.
 """
 
@@ -45,7 +45,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the caller asked for: a method, exceptions by name, and names to keep raw.
+    """What the caller requested: a method, exceptions by name, and names to keep raw.
 
     A pattern is a glob (`layer1.*`), or a regular expression behind `re:`, matched against whole names.
     """
@@ -66,7 +66,7 @@ class Rules:
                 some = ", ".join(list(source.entries)[:5])
                 raise PlanError(f"the pattern {pattern!r} matches no tensor; there are {some}, ...")
         first, classifier = first_convolution(source), classifier_of(source)
-        names = {name: [name] for name in source.entries}  # a tied tensor answers to each of its names
+        names = {name: [name] for name in source.entries}  # a tied tensor matches under each of its names
         for alias, target in source.aliases.items():
             names[target].append(alias)
         return {
@@ -113,7 +113,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def not_a_weight(entry: Entry) -> str:
-    """Why a tensor is kept whatever the method; empty for a weight."""
+    """Why a tensor is kept raw whatever the method; empty for a weight."""
     if not entry.dtype.is_floating_point or entry.dtype.itemsize == 1:
         return f"{dtype_name(entry.dtype)} values"
     if 0 in entry.shape:

@@ -82,7 +82,7 @@ class Method(ABC):
 
 
 EXCERPT_VALUES = 1 << 16
-"""Values of an excerpt that stands for a whole weight in `plan`."""
+"""Values of the excerpt that represents a whole weight in `plan`."""
 
 
 def from_fields(methods: Mapping[str, type[Method]], fields: Mapping[str, Any]) -> Method:
