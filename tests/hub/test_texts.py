@@ -126,7 +126,7 @@ def test_a_language_model_on_the_command_line(
     assert found[1]["perplexity"] == pytest.approx(found[0]["perplexity"], rel=0.05)
     assert found[1]["perplexity"] != found[0]["perplexity"]
     assert run(monkeypatch, "compress", folder, "-o", small, *options) == 2
-    assert "there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_a_folder_without_calibration_streams(
