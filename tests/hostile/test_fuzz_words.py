@@ -1,4 +1,4 @@
-"""A sample of what `benchmarks.fuzz_recipes` and `benchmarks.fuzz_cli` do at length."""
+"""A sample of what `tools.fuzz_recipes` and `tools.fuzz_cli` do at length."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fuzz_cli, fuzz_recipes
 from factorpack import commands as cli
 from factorpack.planning import recipe
+from tools import fuzz_cli, fuzz_recipes
 
 
 def test_a_recipe_is_read_or_refused() -> None:
