@@ -175,22 +175,26 @@ def test_help_teaches(
     assert "Usage: factorpack" in capsys.readouterr().out
 
 
-def test_the_installed_program_and_the_demo(tmp_path: Path) -> None:
+def test_the_installed_program(tmp_path: Path) -> None:
     program = Path(sys.executable).with_name("factorpack")
-    done = subprocess.run(
-        [program, "demo", "--json", "--folder", tmp_path], check=True, capture_output=True, text=True
-    )
-    rows = json.loads(done.stdout)["rows"]
-    assert len(rows) == 7
-    for row in rows[1:]:
-        assert row["file_bytes"] == (tmp_path / f"digits.{row['name']}.safetensors").stat().st_size
-    assert rows[0]["test_accuracy"] > 0.95
-    assert rows[1]["test_accuracy"] >= rows[0]["test_accuracy"] - 0.01
     nothing = subprocess.run(
         [program, "inspect", tmp_path / "none"], capture_output=True, text=True, check=False
     )
     assert nothing.returncode == 2
     assert nothing.stderr.startswith("error: there is no file")
+
+
+@pytest.mark.usefixtures("trained_once")
+def test_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "demo", "--json", "--folder", tmp_path) == 0
+    rows = printed(capsys)["rows"]
+    assert len(rows) == 7
+    for row in rows[1:]:
+        assert row["file_bytes"] == (tmp_path / f"digits.{row['name']}.safetensors").stat().st_size
+    assert rows[0]["test_accuracy"] > 0.95
+    assert rows[1]["test_accuracy"] >= rows[0]["test_accuracy"] - 0.01
 
 
 def test_workers_of_their_own_make_the_same_file(
