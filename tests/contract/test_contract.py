@@ -82,7 +82,7 @@ LADDERS: dict[str, tuple[Method, ...]] = {
     "vq": tuple(VQ(4**power) for power in range(1, 5)),
     "bgd": tuple(BGD(4**power) for power in range(1, 5)),
     "pqf": tuple(PQF(4**power, iterations=10) for power in range(1, 5)),
-    "aq": tuple(AQ(2, 4**power) for power in range(1, 5)),
+    "aq": tuple(AQ(2, 4**power, iterations=4) for power in range(1, 5)),
     "keep": tuple(Keep(dtype) for dtype in ("float8_e5m2", "bfloat16", "float16", "float32", "float64")),
     "lsq": tuple(LSQ(bits) for bits in (2, 4, 8)),
     "ttq": (TTQ(),),
