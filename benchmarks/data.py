@@ -1,4 +1,4 @@
-"""The real images and weights in `../shared`: read where they lie, never copied into the project."""
+"""The real images and weights in `../shared`: read in place, never copied into the project."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Images = tuple[Tensor, Tensor]
 def shared(name: str) -> Path:
     path = SHARED / name
     if not path.exists():
-        raise SourceError(f"{name} is not here: set FACTORPACK_SHARED to the folder that holds it")
+        raise SourceError(f"{name} was not found: set FACTORPACK_SHARED to the folder that holds it")
     return path
 
 
 def checkpoint(model: str) -> Path:
-    """A model of ours, or `package:file`, a file in an installed package."""
+    """A model of the zoo, or `package:file`, a file in an installed package."""
     return _in_package(*model.split(":")) if ":" in model else shared(f"models/{model}.safetensors")
 
 
@@ -57,13 +57,13 @@ def pretrained(model: str) -> nn.Module:
 
 @cache
 def imagenet_val() -> Images:
-    """2,000 validation images, (n, 3, 224, 224) bytes, and their classes. For measuring alone."""
+    """2,000 validation images, (n, 3, 224, 224) bytes, and their classes. For measuring only."""
     return _read_tar(shared("data/imagenet-val-2000.tar"), 224)
 
 
 @cache
 def imagenet_train(side: int = 224) -> Images:
-    """1,000 training images, one a class: for calibration and for choosing settings."""
+    """1,000 training images, one per class: for calibration and for choosing settings."""
     return _read_tar(shared("data/imagenet-train-1000.tar"), side)
 
 
@@ -79,7 +79,7 @@ def cifar10() -> tuple[Images, Images]:
 
 
 def shuffled(images: Images, seed: int = 0) -> Images:
-    """Classes lie together in the archives: calibration must not take the first of them alone."""
+    """Images of one class are stored together in the archives: calibration must not see only the first classes."""
     order = torch.randperm(len(images[1]), generator=torch.Generator().manual_seed(seed))
     return images[0][order], images[1][order]
 
@@ -96,32 +96,32 @@ def _read_cifar(path: Path) -> tuple[Images, Images]:
             parts = Path(member.name).parts
             data = archive.extractfile(member) if member.isfile() and member.name.endswith(".jpg") else None
             if data is not None:
-                pictures, names = splits[parts[-3]]
-                pictures.append(_centre(data.read(), 32))
+                images, names = splits[parts[-3]]
+                images.append(_centre(data.read(), 32))
                 names.append(classes.setdefault(parts[-2], len(classes)))
     train, test = (
-        (torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous(), torch.tensor(names))
-        for pictures, names in splits.values()
+        (torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous(), torch.tensor(names))
+        for images, names in splits.values()
     )
     return train, test
 
 
 def _read_tar(path: Path, side: int) -> Images:
-    pictures, labels = [], []
+    images, labels = [], []
     with tarfile.open(path) as archive:
         for member in archive:
             if member.isfile() and member.name.endswith(".jpg"):
                 data = archive.extractfile(member)
                 assert data is not None
-                pictures.append(_centre(data.read(), side))
+                images.append(_centre(data.read(), side))
                 labels.append(int(Path(member.name).name.split("_")[0]))
-    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous(), torch.tensor(labels)
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous(), torch.tensor(labels)
 
 
 def _centre(data: bytes, side: int) -> np.ndarray:
     from PIL import Image
 
-    with Image.open(io.BytesIO(data)) as picture:
-        pixels = np.asarray(picture.convert("RGB"))
+    with Image.open(io.BytesIO(data)) as image:
+        pixels = np.asarray(image.convert("RGB"))
     top, left = (pixels.shape[0] - side) // 2, (pixels.shape[1] - side) // 2
     return pixels[top : top + side, left : left + side]

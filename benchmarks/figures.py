@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 
-from benchmarks.tables import near
-from benchmarks.tables_common import ROOT, result
-from benchmarks.tables_compare import MODELS, points_of
+from benchmarks.formatting import MODELS, ROOT, load_result
+from benchmarks.studies.cifar import near
+from benchmarks.studies.compare import points_of
 from factorpack import QSPCA
 from factorpack.comparison.figure import pareto as pareto_of_all
 from factorpack.tiles import to_tiles
+from factorpack.weight import Weight
 
 FIGURES = ROOT / "docs" / "figures"
 INK, BLUE, ORANGE, GREY = "#222222", "#1f6fb4", "#d9731a", "#8a8a8a"
@@ -30,24 +32,30 @@ PAPER = [
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=FIGURES)
+    folder = parser.parse_args().output
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    FIGURES.mkdir(parents=True, exist_ok=True)
-    _save(pareto(), "cifar-pareto")
-    _save(rank_or_bits(), "rank-or-bits")
-    _save(fewshot(), "fewshot")
-    _save(planned(), "planned")
-    _save(trained(), "trained")
-    _save(compared("", "ImageNet top-1, %, 2,000 images", (-2, 76)), "compared")
-    _save(compared("-cifar", "CIFAR-10 top-1, %, 10,000 images", (60, 92)), "compared-trained")
-    _save(curves(), "curves")
-    _save(representation(), "representation")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, figure in {
+        "cifar-pareto": pareto(),
+        "rank-or-bits": rank_or_bits(),
+        "fewshot": fewshot(),
+        "planned": planned(),
+        "trained": trained(),
+        "compared": compared("", "ImageNet top-1, %, 2,000 images", (-2, 76)),
+        "compared-trained": compared("-cifar", "CIFAR-10 top-1, %, 10,000 images", (60, 92)),
+        "curves": curves(),
+        "representation": representation(),
+    }.items():
+        _save(figure, folder / name)
 
 
 def pareto() -> plt.Figure:
     """Accuracy lost against real file ratio, both nets, and the paper's own points in its own ratio."""
     figure, axes = plt.subplots(figsize=(7.2, 4.9))
     for model, colour in (("resnet18", BLUE), ("mobilenet_v2", ORANGE)):
-        document = result("cifar", model)
+        document = load_result("cifar", model)
         outcome, epochs = document["result"], document["settings"]["schedule"]["epochs"]
         rows = sorted(outcome["rows"], key=lambda row: row["file_ratio"])
         lost = [row["top1"] - outcome["fp32_test_top1"] for row in rows]
@@ -73,7 +81,7 @@ def pareto() -> plt.Figure:
 
 def rank_or_bits() -> plt.Figure:
     """At one size: is it better to spend on rank or on bits?"""
-    rows = result("cifar", "resnet18")["result"]["rows"]
+    rows = load_result("cifar", "resnet18")["result"]["rows"]
     figure, panes = plt.subplots(1, 2, figsize=(7.2, 3.4), sharey=True)
     for axes, ratio in zip(panes, (11, 25), strict=True):
         for row in near(rows, ratio):
@@ -92,7 +100,7 @@ def rank_or_bits() -> plt.Figure:
 def fewshot() -> plt.Figure:
     figure, axes = plt.subplots(figsize=(7.2, 3.8))
     for model, colour in (("resnet18", BLUE), ("mobilenet_v2", ORANGE)):
-        rows = sorted(result("fewshot", model)["result"]["rows"], key=lambda row: row["file_ratio"])
+        rows = sorted(load_result("fewshot", model)["result"]["rows"], key=lambda row: row["file_ratio"])
         ratios = [row["file_ratio"] for row in rows]
         axes.plot(
             ratios, [row["top1"] for row in rows], "o-", color=colour, ms=5, label=f"{model}, 1,000 images"
@@ -111,16 +119,16 @@ def fewshot() -> plt.Figure:
 
 
 def planned() -> plt.Figure:
-    """Without training: ours, its peers at their sizes, and what the paper reaches with 25 epochs."""
+    """Without training: planned files, other methods at their sizes, and what the paper reaches with 25 epochs."""
     figure, panes = plt.subplots(1, 2, figsize=(9.6, 4.4), sharey=True)
     for axes, model in zip(panes, ("resnet18", "mobilenet_v2"), strict=True):
-        outcome = result("budget", model)["result"]
+        outcome = load_result("budget", model)["result"]
         for name, (colour, mark, words) in PEERS.items():
             points = [(row["file_ratio"], row["top1"]) for row in outcome["rows"] if _peer(row) == name]
             if name == "qspca":  # the paper's own settings too, where they do better than the rank that fits
                 points += [
                     (row["file_ratio"], row["before"]["top1"])
-                    for row in result("fewshot", model)["result"]["rows"]
+                    for row in load_result("fewshot", model)["result"]["rows"]
                 ]
             points = sorted(points) if name == "planned" else _best(points)
             axes.plot(*zip(*points, strict=True), mark, color=colour, ms=5, lw=1.4, label=words)
@@ -183,10 +191,10 @@ def compared(suffix: str, label: str, limits: tuple[float, float]) -> plt.Figure
 
 
 def trained() -> plt.Figure:
-    """CIFAR-10 with equal epochs: the paper's settings, and nets planned into their bytes."""
+    """CIFAR-10 with equal epochs: the paper's settings, and nets planned to a size."""
     figure, panes = plt.subplots(1, 2, figsize=(9.6, 4.4), sharey=True)
     for axes, case in zip(panes, ("resnet18", "resnet18-long"), strict=True):
-        document = result("rate", case)
+        document = load_result("rate", case)
         outcome, schedule = document["result"], document["settings"]["schedule"]
         for name, colour, mark, words in (
             ("qspca", "#5b8c3e", "^", "the paper's QSPCA, trained"),
@@ -207,15 +215,15 @@ def trained() -> plt.Figure:
 
 
 def _is_plain(row: dict[str, Any], name: str, schedule: dict[str, Any]) -> bool:
-    """Whether a row is of a method as it is, trained with the study's own schedule."""
+    """Whether a row is a method as it is, trained with the study's own schedule."""
     method = row["method"]
     usual = row["schedule"]["learning_rate"] == schedule["learning_rate"]
     return method["method"] == name and usual and "start" not in method
 
 
 def curves() -> plt.Figure:
-    """Bits a weight against relative squared error, a line a layer of ResNet18."""
-    found = result("kept", "resnet18-curves")["result"]["curves"]["resnet18"]
+    """Bits per weight against relative squared error, one line per layer of ResNet18."""
+    found = load_result("kept", "resnet18-curves")["result"]["curves"]["resnet18"]
     figure, axes = plt.subplots(figsize=(7.2, 4.2))
     for number, (name, curve) in enumerate(found.items()):
         bits = [8 * size / curve["numel"] for size in curve["bytes"]]
@@ -224,7 +232,7 @@ def curves() -> plt.Figure:
         if number in (0, len(found) - 1):
             axes.annotate(f" {name}", (bits[0], curve["losses"][0]), fontsize=8, color=INK, va="top")
     axes.set(yscale="log", xlim=(0, 5.5), ylim=(1e-3, 1.5))
-    axes.set(xlabel="bits a weight, codebook included", ylabel="squared weight error, of the weight's energy")
+    axes.set(xlabel="bits per weight, codebook included", ylabel="squared error over the weight's energy")
     axes.set_title(
         "ResNet18 from its weights alone, first layer dark to last layer light", loc="left", fontsize=10
     )
@@ -232,25 +240,25 @@ def curves() -> plt.Figure:
 
 
 def representation() -> plt.Figure:
-    """Kernels of a small layer, cut into tiles, and what QSPCA makes of them: the codes are its own."""
+    """Kernels of a small layer, cut into tiles, and the codes that QSPCA really makes of them."""
     generator = torch.Generator().manual_seed(0)
     shapes = torch.linalg.qr(torch.randn(9, 4, generator=generator))[0] * torch.tensor([4.0, 2.5, 1.5, 0.7])
     weight = (torch.randn(4, 6, 4, generator=generator) @ shapes.T).view(4, 6, 3, 3)
-    encoded = QSPCA(rank=4, latent_bits=3, sparsity=0.2, tile=9, center=False).encode(weight)
+    encoded = QSPCA(rank=4, latent_bits=3, sparsity=0.2, tile=9, center=False).encode(Weight(weight))
     codebook, latent = encoded.parts["codebook"], encoded.parts["latent"]
-    pictures = {
+    panels = {
         "W: 4 filters of 6 kernels": weight.permute(0, 2, 1, 3).reshape(12, 18),
-        "tiles, a column each": to_tiles(weight, 9),
+        "tiles, one per column": to_tiles(weight, 9),
         "C, 4-bit codes": codebook,
         "Z, 3-bit codes, zeros white": latent,
     }
-    widths = [picture.shape[1] for picture in pictures.values()]
+    widths = [panel.shape[1] for panel in panels.values()]
     figure, panes = plt.subplots(1, 4, figsize=(10.4, 2.3), width_ratios=widths)
-    for axes, sign, (title, picture) in zip(
-        panes, ("", "\u2192", "\u2248", "\u00d7"), pictures.items(), strict=True
+    for axes, sign, (title, panel) in zip(
+        panes, ("", "\u2192", "\u2248", "\u00d7"), panels.items(), strict=True
     ):
-        most = float(picture.abs().max())
-        axes.imshow(picture, cmap="RdBu", vmin=-most, vmax=most)
+        most = float(panel.abs().max())
+        axes.imshow(panel, cmap="RdBu", vmin=-most, vmax=most)
         axes.set(xticks=[], yticks=[])
         axes.spines[:].set_visible(False)
         axes.set_title(title, fontsize=8)
@@ -273,11 +281,11 @@ def _frontier(axes: plt.Axes, ratios: list[float], values: list[float], colour: 
     axes.plot(*zip(*best, strict=True), "-", color=colour, lw=1, alpha=0.6)
 
 
-def _save(figure: plt.Figure, name: str) -> None:
+def _save(figure: plt.Figure, path: Path) -> None:
     figure.tight_layout(rect=(0, 0.1 if figure.legends else 0, 1, 1))
     metadata: dict[str, Any] = {"Date": None}
-    figure.savefig(Path(FIGURES / f"{name}.svg"), metadata=metadata)
-    figure.savefig(Path(FIGURES / f"{name}.png"), dpi=120)
+    figure.savefig(path.with_suffix(".svg"), metadata=metadata)
+    figure.savefig(path.with_suffix(".png"), dpi=120)
     plt.close(figure)
 
 

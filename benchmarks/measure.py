@@ -20,7 +20,7 @@ from benchmarks.data import Images, normalized
 
 
 def machine() -> dict[str, Any]:
-    """What a number's reader needs to know of where it comes from."""
+    """The machine that a measurement comes from."""
     model = platform.processor()
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as file:
@@ -42,7 +42,7 @@ def predictions(model: nn.Module, images: Tensor, batch: int = 50) -> Tensor:
 
 
 def top1(model: nn.Module, data: Images, batch: int = 50) -> float:
-    """Percent of images whose class is right."""
+    """Percent of images whose class is correct."""
     images, labels = data
     return 100.0 * float((predictions(model, images, batch).argmax(1) == labels).float().mean())
 
@@ -80,12 +80,12 @@ def seconds(
 
 
 def one_thread_clock() -> Callable[[], float]:
-    """The processor's time of this process where torch has one thread: other work on the machine is not in it."""
+    """Processor time of this process where torch has one thread, so that other work on the machine is not in it."""
     return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def allocated_bytes(work: Callable[[], object]) -> int:
-    """The most memory that torch has at one time for some work, on the CPU, by its own count of allocations."""
+    """The most memory that torch holds at one time for some work on the CPU, by its own count of allocations."""
     with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
     events = profiled.profiler.kineto_results.events()

@@ -1,4 +1,4 @@
-"""Pictures of the report's page for docs/report.md, taken in Chromium: python -m benchmarks.screenshots
+"""Screenshots of the report for docs/report.md, taken in Chromium: python -m benchmarks.screenshots
 
 Needs Chromium with its driver, the real weights beside the checkout (benchmarks/data.py), and selenium.
 """
@@ -21,7 +21,7 @@ from selenium.webdriver.chrome.service import Service
 
 import factorpack as fp
 from benchmarks.data import checkpoint
-from benchmarks.tables_common import ROOT, result
+from benchmarks.formatting import ROOT, load_result
 from factorpack.commands.report import comparison_facts
 from factorpack.report.facts import gather
 from factorpack.report.html import write_page
@@ -31,13 +31,13 @@ FIGURES = ROOT / "docs" / "figures"
 RATIO = 12
 WIDTH = 1280
 PARTS = {"light": ("header", "#curves"), "dark": ("#pareto", "#tensors")}
-"""The picture in each theme goes from the top of one part of the page to the bottom of another."""
+"""The screenshot in each theme goes from the top of one part of the page to the bottom of another."""
 _MARGIN = 20
 
 
 @contextmanager
 def chromium() -> Iterator[webdriver.Chrome]:
-    """A browser with nobody's settings, that fetches nothing for itself and keeps what pages log."""
+    """A browser with default settings that fetches nothing for itself and keeps what pages log."""
     options = Options()
     options.binary_location = str(CHROMIUM)
     with tempfile.TemporaryDirectory() as profile:
@@ -64,7 +64,7 @@ def chromium() -> Iterator[webdriver.Chrome]:
 
 
 def show(driver: webdriver.Chrome, page: Path, width: int, height: int, dark: bool = False) -> None:
-    """Opens a page in a window of this size, for someone who likes it light or dark and still."""
+    """Opens a page in a window of this size, light or dark, without motion."""
     driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
         {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
@@ -77,7 +77,7 @@ def show(driver: webdriver.Chrome, page: Path, width: int, height: int, dark: bo
     driver.get(page.resolve().as_uri())
 
 
-def picture(driver: webdriver.Chrome, page: Path, dark: bool, first: str, last: str) -> Image.Image:
+def capture(driver: webdriver.Chrome, page: Path, dark: bool, first: str, last: str) -> Image.Image:
     """The page from the element `first` to the element `last`."""
     show(driver, page, WIDTH, 2000, dark)
     height = driver.execute_script("return document.documentElement.scrollHeight")
@@ -95,7 +95,7 @@ def real_page(model: str, folder: Path) -> Path:
     packed = fp.compress(checkpoint(model), ratio=RATIO, curves=curves)
     fp.save(packed, packed_path)
     comparison = folder / f"{model}.json"
-    comparison.write_text(json.dumps(result("compare", model)["result"]))
+    comparison.write_text(json.dumps(load_result("compare", model)["result"]))
     facts = gather(packed, checkpoint(model), packed.curves, [comparison_facts(comparison)])
     write_page(facts, folder / f"{model}.html")
     return folder / f"{model}.html"
@@ -109,7 +109,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, chromium() as driver:
         page = real_page(arguments.model, Path(folder))
         for theme, (first, last) in PARTS.items():
-            taken = picture(driver, page, theme == "dark", first, last)
+            taken = capture(driver, page, theme == "dark", first, last)
             target = arguments.output / f"report-{theme}.png"
             # A page has few colours, and rare ones matter: a legend's are a few pixels.
             small = taken.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)

@@ -1,4 +1,4 @@
-"""Real English sentences: what installed packages say of themselves in docstrings, one file in one set alone."""
+"""Real English sentences: the docstrings of installed packages."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 _PLAIN = re.compile(r"[A-Z][A-Za-z0-9 ,;:'()-]+[.!?]")
-"""Prose alone: no code, no markup, no paths."""
+"""Prose only: no code, no markup, no paths."""
 FEWEST_WORDS, MOST_WORDS = 6, 40
 
 
 def sentences(packages: list[str], count: int) -> list[str]:
-    """Some sentences of the docstrings of packages, none twice, spread evenly over all there are."""
+    """Sentences from the docstrings of packages, no sentence twice, picked evenly from all there are."""
     found = list(dict.fromkeys(line for package in packages for line in _of_package(package)))
     if len(found) < count:
-        raise ValueError(f"{', '.join(packages)} have {len(found)} sentences, {count} are wanted")
+        raise ValueError(f"{', '.join(packages)} have {len(found)} sentences, {count} are needed")
     return [found[place * len(found) // count] for place in range(count)]
 
 

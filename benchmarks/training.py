@@ -97,7 +97,7 @@ def case_of(method: Case, schedule: Case) -> Case:
     return {"method": plain, "schedule": schedule | method.get("schedule", {})}
 
 
-def spread(work: Callable[[Case], Case], cases: list[Case], workers: int) -> list[Case]:
+def run_parallel(work: Callable[[Case], Case], cases: list[Case], workers: int) -> list[Case]:
     """`work` on every case, some at a time in processes of their own, results in the cases' order."""
     results: dict[int, Case] = {}
     started = time.perf_counter()

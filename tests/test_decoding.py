@@ -14,6 +14,7 @@ from factorpack.methods import QSPCA, Method, Scalar
 from factorpack.quantize.uniform import code_dtype
 from factorpack.record import DTYPES, Encoded
 from factorpack.tiles import from_tiles, to_tiles
+from factorpack.weight import Weight
 from tests.helpers import assert_close, assert_same_tensor, raw, seeded
 
 
@@ -123,7 +124,7 @@ def test_factors_by_the_formula(centred: bool) -> None:
 def test_codes_beyond_a_narrow_type_stop_at_its_largest(dtype: torch.dtype, method: Method) -> None:
     limit = min(torch.finfo(dtype).max, 9e35)
     weight = (seeded(64, 64).clamp(-1, 1) * limit).to(dtype)
-    assert decode(method.encode(weight)).float().isfinite().all()
+    assert decode(method.encode(Weight(weight))).float().isfinite().all()
 
 
 def test_one_step_is_the_same_scale_everywhere() -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import factorpack as fp
-from factorpack import per_tensor as parts
+from factorpack import per_tensor
 from factorpack.engine import Local, Outcome, Ray, Task
 from factorpack.engine.task import checked, perform
 from factorpack.errors import EngineError, PlanError, SourceError, WeightError
@@ -20,6 +20,7 @@ from factorpack.format.locks import locked
 from factorpack.methods import METHODS
 from factorpack.planning.rules import Choice
 from factorpack.record import Encoded
+from factorpack.weight import Weight
 from tests.helpers import compress_to, seeded
 
 METHOD = fp.QSPCA(8, 4, tile=16)
@@ -159,13 +160,13 @@ def test_parts_of_an_older_checkpoint_are_not_taken(checkpoint: Path, tmp_path: 
 def test_a_checkpoint_that_changes_on_the_way_is_noticed(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = parts.encode
+    real = Choice.encode
 
-    def encode(name: str, *rest: object) -> Encoded:
+    def encode(self: Choice, weight: Weight) -> Encoded:
         os.utime(checkpoint / "a.safetensors", ns=(1, 1))
-        return real(name, *rest)  # type: ignore[arg-type]
+        return real(self, weight)
 
-    monkeypatch.setattr(parts, "encode", encode)
+    monkeypatch.setattr(Choice, "encode", encode)
     with pytest.raises(SourceError, match="has changed while it was being compressed"):
         compress_to(tmp_path / "out", checkpoint, METHOD, engine=Here())
     assert left(tmp_path) == set()
@@ -223,14 +224,14 @@ def test_a_target_that_cannot_be_is_refused_before_any_work(checkpoint: Path, tm
 
 def test_what_is_stated_covers_what_is_kept_and_coded() -> None:
     entry = fp.source.Entry((1000, 1000), torch.bfloat16, lambda: torch.zeros(0))
-    small, large = (parts.need_bytes(entry, Choice(METHODS[name]())) for name in ("keep", "scalar"))  # type: ignore[call-arg]
-    assert parts.BASE_BYTES < small < large
+    small, large = (per_tensor.peak_bytes(entry, Choice(METHODS[name]())) for name in ("keep", "scalar"))  # type: ignore[call-arg]
+    assert per_tensor.BASE_BYTES < small < large
 
 
 def test_a_worker_that_dies_each_time_leaves_what_others_made(
     checkpoint: Path, expected: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = parts.write_packed
+    real = per_tensor.write_packed
 
     def write(path: Path, tensors: list[tuple[str, Encoded]], aliases: dict[str, str]) -> None:
         if tensors[0][0] == "fc.weight":
@@ -238,7 +239,7 @@ def test_a_worker_that_dies_each_time_leaves_what_others_made(
         real(path, tensors, aliases)
 
     with monkeypatch.context() as patched:
-        patched.setattr(parts, "write_packed", write)
+        patched.setattr(per_tensor, "write_packed", write)
         with pytest.raises(EngineError, match=r"'fc.weight': its worker ended 3 times, .*exit code 9"):
             compress_to(tmp_path / "out", checkpoint, METHOD, engine=Local(2, start="fork"), progress=False)
     engine = Here()

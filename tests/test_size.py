@@ -14,6 +14,7 @@ import factorpack as fp
 from benchmarks.zoo import resnet18
 from factorpack.record import Encoded
 from factorpack.size import ITEMS, code_width, fixed_bits, size_report, words
+from factorpack.weight import Weight
 from tests.helpers import seeded
 
 
@@ -27,7 +28,7 @@ def test_the_papers_ratios_for_resnet18(rank: int, latent_bits: int, ratio: floa
 
 def test_the_papers_worked_example() -> None:
     """A 256 x 256 x 3 x 3 weight, d = 256, k = 128: the latent has 128 x 2304 entries."""
-    encoded = fp.QSPCA(128, 4).encode(seeded(256, 256, 3, 3))
+    encoded = fp.QSPCA(128, 4).encode(Weight(seeded(256, 256, 3, 3)))
     assert encoded.parts["latent"].shape == (128, 2304)
     assert fixed_bits(encoded) == items(
         codebook=256 * 128 * 4, latent=128 * 2304 * 4, scales=2 * 128 * 16, mean=256 * 32
@@ -81,13 +82,13 @@ def test_the_mask_counts_only_where_a_threshold_made_zeros_and_where_it_pays(
 
 
 def test_scalar_codes_by_hand() -> None:
-    encoded = fp.Scalar(3).encode(seeded(10, 7))
+    encoded = fp.Scalar(3).encode(Weight(seeded(10, 7)))
     assert fixed_bits(encoded) == items(latent=70 * 3, scales=10 * 16)
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(None, 32), ("float16", 16), ("float8_e5m2", 8)])
 def test_kept_values_by_hand(dtype: str | None, width: int) -> None:
-    assert fixed_bits(fp.Keep(dtype).encode(seeded(11))) == items(values=11 * width)
+    assert fixed_bits(fp.Keep(dtype).encode(Weight(seeded(11)))) == items(values=11 * width)
 
 
 STATE = {

@@ -1,4 +1,4 @@
-"""What each method makes of trained weights alone: bytes of a real file, error in the weights, seconds."""
+"""Each method on trained weights alone: bytes of a real file, error of the weights, seconds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import factorpack as fp
 from benchmarks.data import checkpoint
+from benchmarks.formatting import format_settings, format_source, format_table, load_result
 from benchmarks.measure import reloaded
 from factorpack.comparison.grid import weight_error
 from factorpack.methods import METHODS, from_fields
@@ -39,3 +40,23 @@ def _row(source: Path, fields: dict[str, Any]) -> dict[str, Any]:
         }
     print(row, flush=True)
     return row
+
+
+def tabulate() -> str:
+    document = load_result("baselines", "resnet18")
+    rows = [
+        [
+            format_settings(row["method"]),
+            f"{row['file_bytes'] / 1e6:.2f}",
+            f"{row['file_ratio']:.2f}",
+            f"{row['paper_ratio']:.2f}",
+            f"{row['weight_error']:.3f}",
+            f"{row['compress_s'] + row['save_s']:.1f}",
+        ]
+        for row in document["result"]["rows"]
+    ]
+    head = ["method", "file, MB", "file ratio", "fixed-width ratio", "weight error", "seconds"]
+    return f"{format_table(head, rows)}\n{format_source(document)}"
+
+
+TABLES = {"baselines": tabulate}

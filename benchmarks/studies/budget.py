@@ -9,9 +9,10 @@ from typing import Any
 
 import factorpack as fp
 from benchmarks.data import imagenet_train, imagenet_val, normalized, pretrained, shuffled
+from benchmarks.formatting import MODELS, format_source, format_table, load_result
 from benchmarks.measure import fidelity, predictions, reloaded, top1
-from benchmarks.training import device, spread
-from factorpack.methods import METHODS, from_fields, samples_of
+from benchmarks.training import device, run_parallel
+from factorpack.methods import METHODS, from_fields
 
 HELD = 200
 BATCH = 50
@@ -39,7 +40,7 @@ def run(
     for fields in rank_search or []:
         cases += [{"name": "qspca", "ratio": ratio, "method": {**fields, "rank": 0}} for ratio in ratios]
     cases += [{"name": fields["method"], "method": fields} for fields in peers or []]
-    rows = spread(partial(_case, model=model, samples=samples, measure=measure), cases, workers)
+    rows = run_parallel(partial(_case, model=model, samples=samples, measure=measure), cases, workers)
     fp32 = top1(pretrained(model).to(device()), _images(measure))
     return {"fp32": fp32, "rows": rows}
 
@@ -63,7 +64,7 @@ def _case(case: dict[str, Any], model: str, samples: int, measure: str) -> dict[
         if fields.get("rank") == 0:
             fields = case["method"] = {**fields, "rank": _rank(fields, case["ratio"], model)}
         method = from_fields(METHODS, fields)
-        calibration = batches if samples_of(method) else None
+        calibration = batches if method.samples else None
         packed = fp.compress(net, method, calibration=calibration, progress=False)
     seconds = round(time.perf_counter() - started, 1)
     return {**case, "seconds": seconds, **measured(packed, model, measure)}
@@ -87,15 +88,15 @@ def _ratio(packed: fp.Packed) -> float:
 
 
 def measured(packed: fp.Packed, model: str, measure: str) -> dict[str, Any]:
-    """Size of the file on disk, and how the model read back from it answers."""
+    """Size of the file on disk, and how close the outputs of the model read back from it are."""
     with tempfile.TemporaryDirectory() as folder:
         loaded = reloaded(packed, folder)
         report = loaded.size()
         images, labels = _images(measure)
         reference = predictions(pretrained(model).to(device()), images)
-        answers = predictions(loaded.load_into(pretrained(model)).to(device()).eval(), images)
+        logits = predictions(loaded.load_into(pretrained(model)).to(device()).eval(), images)
     sizes = {"file_bytes": report.file_bytes, "file_ratio": report.file_ratio}
-    return {**sizes, **fidelity(answers, reference, labels)}
+    return {**sizes, **fidelity(logits, reference, labels)}
 
 
 def _images(measure: str) -> Any:
@@ -103,3 +104,94 @@ def _images(measure: str) -> Any:
         return imagenet_val()
     images, labels = shuffled(imagenet_train())
     return images[-HELD:], labels[-HELD:]
+
+
+def tabulate(model: str) -> str:
+    """Planned files at each ratio, then every other method at its own sizes, largest files first."""
+    document = load_result("budget", model)
+    rows = [
+        [
+            _describe(row),
+            f"{row['file_ratio']:.2f}",
+            f"{row['top1']:.1f}",
+            f"{row['agreement']:.1f}",
+            f"{row['kl']:.3f}",
+        ]
+        for row in sorted(document["result"]["rows"], key=lambda row: (_describe(row), row["file_ratio"]))
+    ]
+    head = ["method", "file ratio", "top-1", "agreement with FP32", "KL, nats"]
+    fp32, samples = document["result"]["fp32"], document["settings"]["samples"]
+    note = f"FP32 {fp32:.1f} on these 2,000 images; {samples:,} unlabelled images, no training.\n"
+    return f"{format_table(head, rows)}\n{note}{format_source(document)}"
+
+
+def _describe(row: dict[str, Any]) -> str:
+    if "planner" in row:
+        return "**planned**"
+    method = row["method"]
+    if method["method"] == "qspca":
+        return f"the paper's QSPCA, {method['latent_bits']} bits, the rank that fits"
+    name = "error feedback" if method["method"] == "second_order" else "rounding to nearest"
+    return f"{name}, {method['bits']} bits, one scale per channel"
+
+
+def tabulate_headline() -> str:
+    """One row per model, for the README and the first page of results."""
+    documents = {model: load_result("budget", model) for model in MODELS}
+    rows = []
+    for model, document in documents.items():
+        found = [row for row in document["result"]["rows"] if "planner" in row]
+        rows.append(
+            [
+                f"{MODELS[model]} (FP32 {document['result']['fp32']:.1f})",
+                ", ".join(f"{row['file_ratio']:.1f}x" for row in found),
+                ", ".join(f"{row['top1']:.1f}" for row in found),
+            ]
+        )
+    note = "1,000 unlabelled images, no training; top-1 on 2,000 ImageNet validation images.\n"
+    table = format_table(["model", "times smaller, bytes on disk", "top-1"], rows)
+    return f"{table}\n{note}{format_source(*documents.values())}"
+
+
+def tabulate_planners(study: str, case: str, first: str, places: tuple[int, int]) -> str:
+    """One row per planner and ratio, with some decimal places of the ratio and of the divergence."""
+    document = load_result(study, case)
+    rows = [
+        [
+            row["name"],
+            f"{row['file_ratio']:.{places[0]}f}",
+            f"{row['top1']:.1f}",
+            f"{row['kl']:.{places[1]}f}",
+        ]
+        for row in document["result"]["rows"]
+    ]
+    return f"{format_table([first, 'file ratio', 'top-1', 'KL, nats'], rows)}\n{format_source(document)}"
+
+
+def tabulate_trellis() -> str:
+    documents = {model: load_result("ablation", f"{model}-trellis") for model in MODELS}
+    rows = [
+        [
+            MODELS[model],
+            row["name"].removeprefix("everything, ").removeprefix("and "),
+            f"{row['file_ratio']:.2f}",
+            f"{row['top1']:.1f}",
+            f"{row['kl']:.4f}",
+        ]
+        for model, document in documents.items()
+        for row in document["result"]["rows"]
+    ]
+    table = format_table(["model", "codes", "file ratio", "top-1", "KL, nats"], rows)
+    return f"{table}\n{format_source(*documents.values())}"
+
+
+TABLES = {
+    "headline": tabulate_headline,
+    "planned-resnet18": partial(tabulate, "resnet18"),
+    "planned-mobilenet_v2": partial(tabulate, "mobilenet_v2"),
+    "ablation": partial(tabulate_planners, "ablation", "resnet18", "ingredients", (2, 3)),
+    "choices-resnet18": partial(tabulate_planners, "budget", "resnet18-choose", "setting", (1, 4)),
+    "choices-mobilenet_v2": partial(tabulate_planners, "budget", "mobilenet_v2-choose", "setting", (1, 4)),
+    "trellis": tabulate_trellis,
+    "trellis-few-images": partial(tabulate_planners, "budget", "mobilenet_v2-trellis", "codes", (1, 4)),
+}

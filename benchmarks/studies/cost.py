@@ -11,6 +11,7 @@ from torch import nn
 
 import factorpack as fp
 from benchmarks.data import imagenet_train, normalized, pretrained, shuffled
+from benchmarks.formatting import format_source, format_table, load_result
 from benchmarks.measure import peak_bytes, reloaded, reset_peak
 from benchmarks.training import device
 
@@ -54,6 +55,30 @@ def _timed(
 
 
 def _perceptron(width: int) -> nn.Module:
-    """Three square layers, weights drawn at random: only their number matters here."""
+    """Three square layers of random weights: only their number matters here."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
+
+
+def tabulate() -> str:
+    documents = {case: load_result("cost", case) for case in CASES}
+    rows = []
+    for case, document in documents.items():
+        machine, found = document["machine"], document["result"]["rows"]
+        where = "GPU" if "gpu" in machine else f"{machine['cores']} cores"
+        # The first of several calls on a GPU compiles kernels.
+        for row in found if case == "growth" else found[-1:]:
+            memory = row.get("gpu_peak_bytes", row["peak_bytes"])
+            counts = [f"{row['parameters'] / 1e6:.1f}", f"{row['seconds']:.0f}", f"{memory / 1e6:.0f}"]
+            rows.append([CASES[case], where, *counts])
+    head = ["model", "on", "million parameters", "seconds", "peak memory above the start, MB"]
+    return f"{format_table(head, rows)}\n{format_source(*documents.values())}"
+
+
+CASES = {
+    "resnet18-gpu": "ResNet18, 256 images",
+    "resnet18-cpu": "ResNet18, 256 images",
+    "resnet18-weights": "ResNet18, weights alone",
+    "growth": "linear layers, weights alone",
+}
+TABLES = {"cost": tabulate}

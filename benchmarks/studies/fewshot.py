@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 import factorpack as fp
 from benchmarks.data import imagenet_train, imagenet_val, normalized, pretrained, shuffled
+from benchmarks.formatting import describe_schedule, format_source, format_table, load_result, qspca_cells
 from benchmarks.measure import fidelity, predictions, reloaded
-from benchmarks.training import Augmented, case_of, device, spread
+from benchmarks.training import Augmented, case_of, device, run_parallel
+from factorpack.comparison.figure import title_of
 from factorpack.comparison.grid import weight_error
 from factorpack.comparison.permute import permute_model
 from factorpack.methods import METHODS, from_fields
@@ -20,7 +22,7 @@ from factorpack.methods.codeword_tiles import Regime, tile_of
 
 HELD_OUT = 200
 SHOWN = 64
-"""Images that methods which look at inputs are shown, unless they ask for more."""
+"""Images for methods that look at inputs, unless their `samples` says otherwise."""
 
 
 def run(
@@ -35,7 +37,7 @@ def run(
     A method with `permute` gets the model with its channels in another order, as PQF does.
     """
     cases = [case_of(method, schedule) for method in methods]
-    return {"rows": spread(partial(_one, model=model, measure_on=measure_on), cases, workers)}
+    return {"rows": run_parallel(partial(_one, model=model, measure_on=measure_on), cases, workers)}
 
 
 def _one(case: dict[str, Any], model: str, measure_on: str) -> dict[str, Any]:
@@ -96,3 +98,61 @@ def _tile(_name: str, shape: tuple[int, ...], regime: Regime) -> int:
 
 def _loaded(packed: fp.Packed, model: str) -> nn.Module:
     return packed.load_into(pretrained(model)).to(device()).eval()
+
+
+def tabulate(model: str) -> str:
+    document = load_result("fewshot", model)
+    rows = [
+        [
+            *qspca_cells(row["method"]),
+            f"{row['file_ratio']:.2f}",
+            f"{row['before']['top1']:.1f}",
+            f"{row['top1']:.1f}",
+            f"{row['agreement']:.1f}",
+            f"{row['kl']:.3f}",
+        ]
+        for row in sorted(document["result"]["rows"], key=lambda row: row["file_ratio"])
+    ]
+    head = [
+        "rank",
+        "bits",
+        "sparsity",
+        "file ratio",
+        "top-1 before",
+        "after",
+        "agreement with FP32",
+        "KL, nats",
+    ]
+    note = f"Training: {describe_schedule(document['settings']['schedule'])}.\n"
+    return f"{format_table(head, rows)}\n{note}{format_source(document)}"
+
+
+def tabulate_codewords() -> str:
+    """VQ, BGD and PQF in the two regimes of their papers, before and after the same few-shot training."""
+    document = load_result("fewshot", "codewords")
+    rows = [
+        [
+            _describe_codewords(row["method"]),
+            f"{row['file_ratio']:.1f}",
+            f"{row['weight_error'] ** 0.5:.3f}",
+            *(f"{row[key]['kl']:.2f}" for key in ("before", "norms_anew")),
+            f"{row['kl']:.3f}",
+            f"{row['top1']:.1f}",
+        ]
+        for row in sorted(document["result"]["rows"], key=lambda row: row["file_ratio"] > 36)
+    ]
+    head = ["method", "file ratio", "weight error", "KL before", "KL, norms measured again", "KL trained"]
+    note = f"Training: {describe_schedule(document['settings']['schedule'])}.\n"
+    return f"{format_table([*head, 'top-1 trained'], rows)}\n{note}{format_source(document)}"
+
+
+def _describe_codewords(method: dict[str, Any]) -> str:
+    more = [f"{key} {method[key]}" for key in ("samples", "damping", "gram") if key in method]
+    return ", ".join([f"{title_of(method['method'])}, {method['regime']} blocks", *more])
+
+
+TABLES = {
+    "fewshot-resnet18": partial(tabulate, "resnet18"),
+    "fewshot-mobilenet_v2": partial(tabulate, "mobilenet_v2"),
+    "codewords": tabulate_codewords,
+}

@@ -1,4 +1,4 @@
-"""Is the budget kept? Real files at many ratios, planned from the weights alone."""
+"""Does the file fit the budget? Real files at many ratios, planned from the weights alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import factorpack as fp
 from benchmarks.data import checkpoint
-from factorpack.budget.meet import budget_bytes
+from benchmarks.formatting import format_source, format_table, load_result
+from factorpack.budget.goals import budget_bytes
 from factorpack.source import open_source
 
 
@@ -45,3 +46,22 @@ def _kept(name: str, ratios: list[float]) -> tuple[list[dict[str, Any]], dict[st
             )
             print(rows[-1], flush=True)
     return rows, {name: asdict(curve) for name, curve in packed.curves.items()}
+
+
+def tabulate() -> str:
+    document = load_result("kept", "weights")
+    rows = [
+        [
+            row["checkpoint"].split(":")[0],
+            f"{row['ratio']:.0f}",
+            f"{row['budget_bytes']:,}",
+            f"{row['file_bytes']:,}",
+            f"{row['file_bytes'] / row['budget_bytes']:.2%}",
+        ]
+        for row in document["result"]["rows"]
+    ]
+    head = ["checkpoint", "ratio", "budget, bytes", "file, bytes", "share of the budget used"]
+    return f"{format_table(head, rows)}\n{format_source(document)}"
+
+
+TABLES = {"kept": tabulate}

@@ -1,4 +1,4 @@
-"""What a worker needs: the peak of coding and writing one weight, in bytes a number, method by method."""
+"""The memory a worker needs: the peak of coding and writing one weight, in bytes per element, by method."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
-from factorpack.budget.candidates import best_pose, curve
+from benchmarks.formatting import format_settings, format_source, format_table, load_result
+from factorpack.budget.candidates import choose_method, curve_of
 from factorpack.budget.planner import Planner
 from factorpack.engine import Local, Task
 from factorpack.format.packed_file import write_packed
 from factorpack.methods import METHODS, from_fields
+from factorpack.weight import Weight
 
 
 def run(rows: int, columns: int, methods: list[dict[str, Any]]) -> dict[str, Any]:
@@ -40,8 +42,20 @@ def code(fields: dict[str, Any], rows: int, columns: int) -> None:
     """A worker's task: a BF16 weight, coded and written, or planned."""
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).bfloat16()
     if fields["method"] == "planned":
-        curve(best_pose(weight, 0, None, None, 3.0, Planner().rounding), 3.0)
+        curve_of(Weight(weight), choose_method(Weight(weight), Planner(), 3.0), 3.0)
         return
     with tempfile.TemporaryDirectory() as folder:
-        encoded = from_fields(METHODS, fields).encode(weight)
+        encoded = from_fields(METHODS, fields).encode(Weight(weight))
         write_packed(Path(folder) / "part", [("weight", encoded)], {})
+
+
+def tabulate() -> str:
+    document = load_result("need", "methods")
+    rows = [
+        [format_settings(row["method"]), f"{row['bytes_a_number']:.0f}", f"{row['cpu_s']:.1f}"]
+        for row in document["result"]["rows"]
+    ]
+    return f"{format_table(['method', 'bytes per element', 'CPU seconds'], rows)}\n{format_source(document)}"
+
+
+TABLES = {"needed": tabulate}

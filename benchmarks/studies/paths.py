@@ -1,8 +1,8 @@
 """What a path through a trellis saves under error feedback, layer by layer, and what it costs in time.
 
-Bytes are the format's estimates (within 16 of the file), errors those of the layer's outputs under the
+Bytes are the format's estimates (within 16 of the file). Errors are those of the layer's outputs under the
 moments of training images. A path and plain codes are compared at equal error, on the plain codes' curve.
-Seconds are of the processor, on one thread: they do not depend on what else a machine does.
+Seconds are processor time on one thread, so other work on the machine is not in them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,24 @@ import torch
 from torch import Tensor
 
 from benchmarks.data import imagenet_train, normalized, pretrained, shuffled
-from factorpack.budget.candidates import Posed, Rounding, best_pose, middle_step
+from benchmarks.formatting import MODELS, format_source, format_table, load_result
+from factorpack.budget.candidates import choose_method, encode_steps, middle_step
+from factorpack.budget.planner import Planner
 from factorpack.calibrate import calibrate
 from factorpack.format import entropy, trellis_stream
 from factorpack.format.streams import coded_bytes, split_of
+from factorpack.methods import SecondOrder
 from factorpack.record import Encoded, LayerMoments
+from factorpack.solve.code_length import HIGH_RATE
+from factorpack.solve.layer_problem import DAMPING
+from factorpack.weight import Weight
 
 OCTAVES = (-0.5, -0.25, 0.0, 0.25, 0.5)
 """Steps of the plain curve; a path is tried at the middle one."""
 
 
 def run(model: str, samples: int, bits: list[float], states: list[int], layers: list[str]) -> dict[str, Any]:
-    """Percent of bytes saved at about `bits` a weight, for every layer and number of states."""
+    """Percent of bytes saved at about `bits` per weight, for every layer and number of states."""
     torch.set_num_threads(1)
     net = pretrained(model)
     images = shuffled(imagenet_train())[0][:samples]
@@ -45,20 +51,20 @@ def run(model: str, samples: int, bits: list[float], states: list[int], layers: 
 
 
 def _row(weight: Tensor, moments: LayerMoments, rate: float, states: list[int]) -> dict[str, Any]:
-    posed = best_pose(weight, 0, moments, 1.0, rate, Rounding())
-    middle = middle_step(posed, rate)
-    curve = posed.at([middle * 2.0**octave for octave in OCTAVES])
+    known = Weight(weight, 0, moments, 1.0)
+    method = choose_method(known, Planner(price=HIGH_RATE, damping=DAMPING), rate)
+    middle = middle_step(known, method, rate)
+    curve = encode_steps(known, method, [middle * 2.0**octave for octave in OCTAVES])
     errors, sizes = [log2(loss) for _, loss in curve], [log2(coded_bytes(encoded)) for encoded, _ in curve]
-    plain, seconds = _timed(posed, middle)
+    plain, seconds = _timed(known, method, middle)
     row: dict[str, Any] = {
         "shape": list(weight.shape),
-        "tile": posed.tile,
+        "tile": method.tile,
         "bits_a_weight": 8 * coded_bytes(plain[0]) / weight.numel(),
         "plain": {"seconds": seconds, "decode_ns_a_code": _decode_ns(plain[0])},
     }
     for count in states:
-        own = replace(posed, rounding=replace(posed.rounding, trellis=count))
-        (encoded, loss), seconds = _timed(own, middle)
+        (encoded, loss), seconds = _timed(known, replace(method, trellis=count), middle)
         fair = 2.0 ** float(np.interp(log2(loss), errors, sizes))
         row[f"{count} states"] = {
             "saved_percent": 100 * (1 - coded_bytes(encoded) / fair),
@@ -69,9 +75,9 @@ def _row(weight: Tensor, moments: LayerMoments, rate: float, states: list[int]) 
     return row
 
 
-def _timed(posed: Posed, step: float) -> tuple[tuple[Encoded, float], float]:
+def _timed(weight: Weight, method: SecondOrder, step: float) -> tuple[tuple[Encoded, float], float]:
     started = time.process_time()
-    (found,) = posed.at([step])
+    (found,) = encode_steps(weight, method, [step])
     return found, round(time.process_time() - started, 2)
 
 
@@ -89,7 +95,25 @@ def _decode_ns(encoded: Encoded) -> float:
 
 
 def _mean(rows: list[dict[str, Any]], states: int) -> float:
-    """Over weights, whose bits count alike."""
+    """The mean over layers, each weighted by its bits."""
     sizes = [np.prod(row["shape"]) * row["bits_a_weight"] for row in rows]
     saved = [row[f"{states} states"]["saved_percent"] for row in rows]
     return float(np.average(saved, weights=sizes))
+
+
+def tabulate() -> str:
+    documents = {model: load_result("paths", model) for model in MODELS}
+    rows = []
+    for model, document in documents.items():
+        for row in document["result"]["rows"]:
+            saved = [f"{row[f'{count} states']['saved_percent']:.1f}" for count in (4, 8)]
+            rows.append(
+                [MODELS[model], row["layer"], str(row["tile"]), f"{row['bits_a_weight']:.2f}", *saved]
+            )
+        means = document["result"]["mean_saved_percent"]
+        rows.append([MODELS[model], "all of these", "", "", *(f"{means[f'{n} states']:.1f}" for n in (4, 8))])
+    head = ["model", "layer", "tile", "bits per weight", "4 states, % saved", "8 states, % saved"]
+    return f"{format_table(head, rows)}\n{format_source(*documents.values())}"
+
+
+TABLES = {"paths": tabulate}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.data import pretrained
+from benchmarks.formatting import format_source, format_table, load_result
 from benchmarks.training import device
 from factorpack.comparison.permute import Permuted, permute_model
 from factorpack.tiles import to_tiles
@@ -18,10 +20,10 @@ from factorpack.tiles import to_tiles
 def run(
     model: str, pointwise: int, kernels: int, codewords: int, passes: int, iterations: int, seeds: int
 ) -> dict[str, Any]:
-    """`pointwise` numbers in a tile of a linear layer or 1x1 convolution, `kernels` kernels in any other's.
+    """`pointwise` elements per tile of a linear layer or 1x1 convolution, `kernels` kernels in any other's.
 
-    `passes` are k-means', `iterations` the search's; k-means is started from `seeds` different tiles, since
-    that alone moves its error.
+    `passes` belong to k-means, `iterations` to the search. K-means starts from `seeds` different sets of
+    tiles, since that alone moves its error.
     """
 
     def tile_of(_name: str, shape: tuple[int, ...]) -> int:
@@ -56,7 +58,7 @@ def run(
 
 
 def _log_dets(report: Permuted) -> dict[str, list[float]]:
-    """Each weight that was searched on, and the log det a number of its group before and after."""
+    """Each weight that was searched on, and the log det per element of its group before and after."""
     return {name: [each.before, each.after] for each in report.searched for name in each.children}
 
 
@@ -78,3 +80,49 @@ def _nearest(tiles: Tensor, centres: Tensor) -> Tensor:
     return torch.cat(
         [torch.addmm(half, part, centres.T, alpha=-1).argmin(1) for part in tiles.split(1 << 16)]
     )
+
+
+def tabulate() -> str:
+    """One row per model, tile, and whether a weight narrows; every element of a weight counts the same.
+
+    Weights with no more tiles than codewords are left out: they lose nothing in any order.
+    """
+    documents = {case: load_result("permute", case) for case in CASES}
+    lines = []
+    for case, document in documents.items():
+        outcome = document["result"]
+        lossy = [row for row in outcome["rows"] if row["error"][0] > 0]
+        for kind in sorted({_kind(row) for row in lossy}):
+            rows = [row for row in lossy if _kind(row) == kind]
+            lines.append([CASES[case], *map(str, kind), *_cells(rows), f"{outcome['search_seconds']:.0f}"])
+    head = ["model", "tile", "outputs", "weights", "log det", "permuted", "error", "permuted", "change"]
+    head += ["single weights", "by start", "search, s"]
+    return f"{format_table(head, lines)}\n{format_source(*documents.values())}"
+
+
+def _kind(row: dict[str, Any]) -> tuple[int, str]:
+    outputs, inputs = row["shape"][:2]
+    return row["tile"], "fewer than inputs" if outputs < inputs else "as many or more"
+
+
+def _cells(rows: list[dict[str, Any]]) -> list[str]:
+    sizes = [math.prod(row["shape"]) for row in rows]
+
+    def mean(key: str, place: int) -> float:
+        return sum(size * row[key][place] for size, row in zip(sizes, rows, strict=True)) / sum(sizes)
+
+    before, after = mean("error", 0), mean("error", 1)
+    changes = sorted(row["error"][1] / row["error"][0] - 1 for row in rows)
+    return [
+        str(len(rows)),
+        *(f"{mean('log_det_of_group', place):.3f}" for place in (0, 1)),
+        f"{before:.2%}",
+        f"{after:.2%}",
+        f"{after / before - 1:+.1%}",
+        f"{changes[0]:+.1%} to {changes[-1]:+.1%}",
+        f"{max(mean('spread', 0), mean('spread', 1)) / before:.1%}",
+    ]
+
+
+CASES = {"resnet18": "ResNet18", "mobilenet_v2-8": "MobileNetV2", "mobilenet_v2-4": "MobileNetV2"}
+TABLES = {"permuted": tabulate}

@@ -16,8 +16,9 @@ from torch import nn
 
 import factorpack as fp
 from benchmarks.data import cifar10, normalized, shuffled
+from benchmarks.formatting import format_source, format_table, load_result
 from benchmarks.measure import reloaded, top1
-from benchmarks.training import Augmented, Case, cifar_net, device, spread
+from benchmarks.training import Augmented, Case, cifar_net, device, run_parallel
 from factorpack.budget.norms import small_leftovers
 from factorpack.methods import METHODS, from_fields
 
@@ -33,19 +34,19 @@ def run(
     workers: int,
     train_images: int = 0,
 ) -> dict[str, Any]:
-    """A method's `target_ratios` make a case each; `train_images` trains on that many alone, to try it out.
+    """Each of a method's `target_ratios` is a case. `train_images` trains on that many images only, to try it out.
 
-    The method "planned" starts from the model planned into the target's bytes on `PLANNED_IMAGES` images; or,
-    with a `start` below 1, into that share of the target's ratio, from which training goes on to it.
+    The method "planned" starts from the model planned into the target's bytes on `PLANNED_IMAGES` images.
+    With a `start` below 1 it is planned to that share of the target's ratio, and training does the rest.
     """
     _, fp32 = cifar_net(model, seed, fp32_epochs)
     cases = [case for method in methods for case in cases_of(method, schedule)]
     work = partial(_one, model=model, seed=seed, fp32_epochs=fp32_epochs, train_images=train_images)
-    return {"fp32_test_top1": fp32, "rows": spread(work, cases, workers)}
+    return {"fp32_test_top1": fp32, "rows": run_parallel(work, cases, workers)}
 
 
 def cases_of(method: Case, schedule: Case) -> list[Case]:
-    """One case a target, or one without."""
+    """One case per target, or one without a target."""
     fields = {
         key: value for key, value in method.items() if key not in ("layers", "target_ratios", "schedule")
     }
@@ -105,3 +106,35 @@ def _measured(packed: fp.Packed, net: nn.Module, test: tuple[torch.Tensor, torch
         "file_ratio": report.file_ratio,
         "paper_ratio": report.paper_ratio,
     }
+
+
+def tabulate(case: str) -> str:
+    """Trained to sizes on CIFAR-10: the paper's settings, and nets planned to a budget."""
+    document = load_result("rate", case)
+    outcome, schedule = document["result"], document["settings"]["schedule"]
+    rows = [
+        [
+            _describe(row["method"]),
+            f"{row['schedule']['learning_rate']:g}",
+            f"{row['file_ratio']:.1f}",
+            f"{row['file_bytes']:,}",
+            f"{row['top1_before']:.2f}",
+            f"{row['top1']:.2f}",
+        ]
+        for row in outcome["rows"]
+    ]
+    head = ["start", "learning rate", "file ratio", "bytes", "top-1 before", "trained"]
+    words = f"{schedule['epochs']} epochs each in batches of {schedule['batch']}, 10,000 test images"
+    note = f"FP32 {outcome['fp32_test_top1']:.2f}; {words}.\n"
+    return f"{format_table(head, rows)}\n{note}{format_source(document)}"
+
+
+def _describe(method: dict[str, Any]) -> str:
+    if method["method"] == "planned":
+        start = method.get("start", 1.0)
+        size = "" if start == 1 else f" at {start:g} of the ratio"
+        return f"**planned**{size}, then a rate term"
+    return f"QSPCA, rank {method['rank']}, {method['latent_bits']} bits, {method['sparsity']:.0%} sparse"
+
+
+TABLES = {"trained": partial(tabulate, "resnet18"), "trained-long": partial(tabulate, "resnet18-long")}

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 import factorpack as fp
+from benchmarks.formatting import format_source, format_table, load_result
 from benchmarks.measure import peak_bytes, reset_peak
 from factorpack.decoding import decode
 from factorpack.engine import Local, Outcome, Task
 from factorpack.format.container import write_plain
 from factorpack.methods import METHODS, from_fields
-from factorpack.per_tensor import encode
 from factorpack.planning.rules import Rules
 from factorpack.source import open_source
 
-SHARD_NUMBERS = 500_000_000
-"""About a gigabyte of BF16 a shard."""
+SHARD_ELEMENTS = 500_000_000
+"""About a gigabyte of BF16 per shard."""
 CHECKED = 3
-"""Tensors that are coded again in this process, to see that the file holds the same."""
+"""Tensors that are coded again in this process, to check that the file holds the same."""
 
 
 def run(
@@ -39,14 +39,14 @@ def run(
     method: dict[str, Any] | None = None,
     ratio: float | None = None,
 ) -> dict[str, Any]:
-    """With a method, or into a budget from the weights alone."""
+    """With a method, or to a budget from the weights alone."""
     shapes = _llama(hidden, intermediate, layers, vocabulary)
     checkpoint_bytes = sum(2 * torch.Size(shape).numel() for shape in shapes.values())
     with tempfile.TemporaryDirectory(prefix="factorpack-scale-") as folder:
         free = shutil.disk_usage(folder).free
-        if free < 3 * checkpoint_bytes:  # the checkpoint, its parts, the file, and some air
+        if free < 3 * checkpoint_bytes:  # the checkpoint, its parts, the file, and a margin
             raise SystemExit(
-                f"{free / 1e9:.0f} GB are free in {folder}, {3 * checkpoint_bytes / 1e9:.0f} needed"
+                f"{free / 1e9:.0f} GB are free in {folder}, {3 * checkpoint_bytes / 1e9:.0f} GB are needed"
             )
         source, packed = Path(folder) / "model", Path(folder) / "packed.safetensors"
         _write(source, shapes)
@@ -80,7 +80,7 @@ def run(
 
 
 class Recording:
-    """An engine, and what came of its tasks."""
+    """An engine that keeps the outcomes of its tasks."""
 
     def __init__(self, engine: Local) -> None:
         self._engine = engine
@@ -107,13 +107,13 @@ def _llama(hidden: int, intermediate: int, layers: int, vocabulary: int) -> dict
 
 
 def _write(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """A sharded checkpoint, made and written a tensor at a time."""
+    """A sharded checkpoint, made and written one tensor at a time."""
     folder.mkdir()
     shards: list[list[str]] = [[]]
     held = 0
     for name, shape in shapes.items():
         count = torch.Size(shape).numel()
-        if shards[-1] and held + count > SHARD_NUMBERS:
+        if shards[-1] and held + count > SHARD_ELEMENTS:
             shards.append([])
             held = 0
         shards[-1].append(name)
@@ -129,7 +129,7 @@ def _write(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 def _weight(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Gaussian, each row of a scale of its own."""
+    """Gaussian, with one scale per row."""
     scales = torch.randn((shape[0], *[1] * (len(shape) - 1)), generator=generator).mul_(0.3).exp_().mul_(0.02)
     return torch.randn(shape, generator=generator).mul_(scales).bfloat16()
 
@@ -139,5 +139,93 @@ def _check(packed: fp.Packed, source: Path, method: fp.methods.Method) -> None:
     plan = Rules(method).plan(opened)
     coded = [name for name, choice in plan.items() if choice.method == method]
     for name in coded[:: max(len(coded) // CHECKED, 1)][:CHECKED]:
-        expected = decode(encode(name, opened, plan[name]))
+        expected = decode(plan[name].encode(opened.weight(name)))
         assert torch.equal(decode(packed[name]), expected), f"{name} is not what one process makes of it"
+
+
+def tabulate() -> str:
+    documents = {case: load_result("scale", case) for case in CASES}
+    rows = [
+        [CASES[case], *_cells(document["result"], document["settings"]["workers"])]
+        for case, document in documents.items()
+    ]
+    head = ["method", "billion weights", "workers", "BF16 checkpoint, MB", "file, MB", "seconds"]
+    head += ["CPU seconds in workers", "MB per CPU second", "largest tensor in FP32, MB"]
+    head += ["peak of a worker, MB", "of the driver, MB"]
+    notes = format_source(*documents.values())
+    return f"{format_table(head, rows)}\n{notes}\n{_extrapolate(documents['scalar-2b']['result'])}"
+
+
+def _cells(found: dict[str, Any], workers: int) -> list[str]:
+    return [
+        f"{found['parameters'] / 1e9:.2f}",
+        str(workers),
+        f"{found['checkpoint_bytes'] / 1e6:,.0f}",
+        f"{found['file_bytes'] / 1e6:,.0f}",
+        f"{found['seconds']:.0f}",
+        f"{found['cpu_in_tasks_s']:.0f}",
+        f"{_rate(found) / 1e6:.0f}",
+        f"{2e-6 * found['largest_tensor_bytes']:.0f}",
+        f"{found['worker_peak_bytes'] / 1e6:,.0f}",
+        f"{found['driver_peak_bytes'] / 1e6:,.0f}",
+    ]
+
+
+def _rate(found: dict[str, Any]) -> float:
+    """Bytes of checkpoint that a core compresses per second of CPU time."""
+    return float(found["checkpoint_bytes"] / found["cpu_in_tasks_s"])
+
+
+def _extrapolate(found: dict[str, Any]) -> str:
+    """The same for a checkpoint of 70 billion weights."""
+    seconds = 2 * LARGE / _rate(found)
+    # A worker starts with the same interpreter and the same modules as the driver.
+    start = found["driver_start_bytes"]
+    per_element = (found["worker_peak_bytes"] - start) / (found["largest_tensor_bytes"] / 2)
+    copied = found["file_bytes"] / (found["seconds"] - found["until_last_tensor_s"])
+    file_bytes = LARGE * found["file_bytes"] / found["parameters"]
+    memory = [(start + per_element * count) / 1e9 for count in (LARGE_TENSOR, LARGE_LAYER)]
+    return (
+        f"Extrapolated from the 4-bit run of {found['parameters'] / 1e9:.1f} billion weights: 70.6 billion weights "
+        f"are {2 * LARGE / 1e9:.0f} GB of BF16. They take {seconds / 3600:.1f} core hours at "
+        f"{_rate(found) / 1e6:.0f} MB per CPU second, or {seconds / CORES / 60:.1f} minutes on {CORES} idle cores "
+        f"with storage that delivers {2e-9 * LARGE * CORES / seconds:.1f} GB/s. The embedding alone keeps one core "
+        f"busy for {2 * LARGE_TENSOR / _rate(found) / 60:.1f} minutes. Above its start a worker takes "
+        f"{per_element:.0f} bytes per element of its tensor: {memory[0]:.0f} GB for the 128,256 x 8,192 embedding, "
+        f"{memory[1]:.1f} GB for the largest layer. The driver then copies {file_bytes / 1e9:.0f} GB of parts into "
+        f"one file, which takes {file_bytes / copied / 60:.0f} minutes at the {copied / 1e6:.0f} MB/s measured "
+        "here, including reading the file again.\n"
+    )
+
+
+def tabulate_kills() -> str:
+    """Its command, which kills runs at random, is a tool and not a study; its result is stored with ours."""
+    document = load_result("kills", "seed0")
+    rows = [
+        [
+            name,
+            str(count["kills"]),
+            str(count["runs"]),
+            str(count["final_files_seen"]),
+            str(len(count["violations"])),
+        ]
+        for name, count in document["result"].items()
+    ]
+    head = ["command", "kills", "runs killed", "complete files seen after a kill", "violations"]
+    return f"{format_table(head, rows)}\n{format_source(document)}"
+
+
+CASES = {
+    "scalar-0.1b-one-worker": "4-bit codes",
+    "scalar-0.1b": "4-bit codes",
+    "scalar-0.5b": "4-bit codes",
+    "scalar-2b": "4-bit codes",
+    "qspca-0.1b": "QSPCA, rank 64, 4 bits",
+    "qspca-0.5b": "QSPCA, rank 64, 4 bits",
+    "qspca-2b": "QSPCA, rank 64, 4 bits",
+    "budget-0.1b": "`ratio=10`, planned",
+}
+LARGE, LARGE_TENSOR, LARGE_LAYER = 70.6e9, 128256 * 8192, 28672 * 8192
+"""Weights of Llama 3 70B, of its embedding, and of its largest layer."""
+CORES = 64
+TABLES = {"scaled": tabulate, "killed": tabulate_kills}

@@ -1,4 +1,4 @@
-"""How long compressing, saving, loading and decoding take, how much memory, and what other coders make."""
+"""How long compressing, saving, loading and decoding take, how much memory, and what other entropy coders reach."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import lzma
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 import factorpack as fp
 from benchmarks.data import checkpoint
+from benchmarks.formatting import MODELS, format_source, format_table, load_result
 from benchmarks.measure import peak_bytes, reset_peak, seconds
 from factorpack.format import entropy
 from factorpack.format.bitpack import pack
@@ -54,7 +56,7 @@ def run(model: str, method: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode_rate(packed: fp.Packed) -> float:
-    """Latent codes entropy-decoded a second, on one core: model building and copying included."""
+    """Latent codes entropy-decoded per second, on one core: model building and copying included."""
     streams = [
         (entropy.encode(encoded.parts["latent"].numpy()), *encoded.parts["latent"].shape)
         for encoded in packed.values()
@@ -108,6 +110,39 @@ def _child(verb: str, source: str, packed: str, method: dict[str, Any]) -> None:
     else:
         fp.load(packed).decode_to(packed + ".plain", progress=False)
     print(peak_bytes() - before)
+
+
+def tabulate() -> str:
+    documents = [load_result("speed", model) for model in MODELS]
+    results = [document["result"] for document in documents]
+    table = format_table(
+        ["`QSPCA(rank=128, latent_bits=3)`", *MODELS.values()],
+        [[label, *(cell(one) for one in results)] for label, cell in ROWS.items()],
+    )
+    return f"{table}\n{format_source(*documents)}"
+
+
+ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "file, MB": lambda r: f"{r['file_bytes'] / 1e6:.2f}",
+    "times smaller than FP32, bytes on disk": lambda r: f"{r['file_ratio']:.2f}",
+    "ratio by the paper's formula": lambda r: f"{r['paper_ratio']:.2f}",
+    "compress, s": lambda r: f"{r['compress_s']:.2f}",
+    "save, s": lambda r: f"{r['save_s']:.2f}",
+    "load and decode to dense, s": lambda r: f"{r['load_and_decode_s']:.2f}",
+    "torch.load of the FP32 file, s": lambda r: f"{r['torch_load_fp32_s']:.3f}",
+    "entropy decoding, million codes/s on one core": lambda r: (
+        f"{r['entropy_decode_symbols_per_s_per_core'] / 1e6:.0f}"
+    ),
+    "peak memory of compress / decode, MB": lambda r: (
+        f"{r['peak_bytes']['compress_to'] / 1e6:.0f} / {r['peak_bytes']['export'] / 1e6:.0f}"
+    ),
+    "latent codes, kB: entropy coded": lambda r: f"{r['latent_bytes']['entropy_coded'] / 1e3:.0f}",
+    "... ideal, with a free model for every row": lambda r: f"{r['latent_bytes']['ideal_per_row'] / 1e3:.0f}",
+    "... fixed width": lambda r: f"{r['latent_bytes']['fixed_width'] / 1e3:.0f}",
+    "... fixed width, then zstd -19": lambda r: f"{r['latent_bytes']['zstd_19_of_fixed_width'] / 1e3:.0f}",
+    "... fixed width, then xz -9": lambda r: f"{r['latent_bytes']['xz_9_of_fixed_width'] / 1e3:.0f}",
+}
+TABLES = {"speed": tabulate}
 
 
 if __name__ == "__main__":

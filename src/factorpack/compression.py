@@ -10,20 +10,19 @@ from typing import Any
 from torch import nn
 
 from factorpack.batches import evaluating
-from factorpack.budget.meet import budget_bytes, compress_to_budget, compress_to_loss
-from factorpack.budget.planner import Planner, Work
-from factorpack.budget.tasks import compress_to_budget_in_parts
+from factorpack.budget.goals import budget_bytes, compress_to_bytes, compress_to_loss
+from factorpack.budget.planner import BudgetRequest, Planner
+from factorpack.budget.tasks import compress_to_bytes_over
 from factorpack.calibrate import Calibration, calibrate
 from factorpack.decoding import decode
 from factorpack.engine import Engine
-from factorpack.errors import PlanError, SourceError
+from factorpack.errors import PlanError, SourceError, while_compressing
 from factorpack.format.overwrite import check_output
 from factorpack.format.packed_file import write_packed
-from factorpack.methods import Method, samples_of
-from factorpack.methods.protocol import wants_moments
+from factorpack.methods import Method
 from factorpack.packed import Packed, load, save
-from factorpack.per_tensor import compress_in_parts, encode
-from factorpack.planning.families import DEFAULT_METHOD, asked, recipe_file
+from factorpack.per_tensor import compress_per_tensor
+from factorpack.planning.families import DEFAULT_METHOD, recipe_file, resolve_rules
 from factorpack.planning.rules import Choice
 from factorpack.progress import Progress
 from factorpack.record import Encoded, LayerMoments, LayerSample, weight_of
@@ -92,24 +91,24 @@ def compress(
         raise PlanError("give one of a method, ratio, max_bytes and max_loss")
     if not budgets and (planner is not None or curves is not None):
         raise PlanError("a planner and its curves meet a budget: give a ratio, max_bytes or max_loss")
-    _, rules = asked(recipe, opened, method, layers or {}, exclude, DEFAULT_METHOD, bool(budgets))
+    _, rules = resolve_rules(recipe, opened, method, layers or {}, exclude, DEFAULT_METHOD, bool(budgets))
     kept = Path(curves) if curves is not None else None
     settings = (planner or Planner(), rules.layers, rules.exclude, kept, progress)
-    work = Work(opened, model, calibration, *settings) if budgets else None
+    request = BudgetRequest(opened, model, calibration, *settings) if budgets else None
     if engine is not None:
         if to is None or calibration is not None or max_loss is not None or curves is not None:
             raise PlanError(
                 "an engine writes a file from the weights alone: say which with to=, and leave calibration, "
                 "max_loss and curves out"
             )
-        if work is None:
-            compress_in_parts(Path(to), source, rules.plan(opened), opened, engine, progress)
+        if request is None:
+            compress_per_tensor(Path(to), source, rules.plan(opened), opened, engine, progress)
         else:
             wanted = budget_bytes(opened, ratio, max_bytes)
-            compress_to_budget_in_parts(Path(to), source, work, wanted, engine)
+            compress_to_bytes_over(engine, Path(to), source, request, wanted)
         return load(to)
-    if work is not None:
-        packed = _into_budget(work, ratio, max_bytes, max_loss)
+    if request is not None:
+        packed = _into_budget(request, ratio, max_bytes, max_loss)
     elif model is not None and calibration is not None:
         plan = rules.plan(opened)
         encoded = dict(_encode_calibrated(model, opened, plan, calibration, sequential, progress))
@@ -123,12 +122,14 @@ def compress(
     return packed if to is None else _saved(packed, to)
 
 
-def _into_budget(work: Work, ratio: float | None, max_bytes: int | None, max_loss: float | None) -> Packed:
+def _into_budget(
+    request: BudgetRequest, ratio: float | None, max_bytes: int | None, max_loss: float | None
+) -> Packed:
     if max_loss is not None:
-        tensors, curves = compress_to_loss(work, max_loss)
+        tensors, curves = compress_to_loss(request, max_loss)
     else:
-        tensors, curves = compress_to_budget(work, budget_bytes(work.source, ratio, max_bytes))
-    packed = Packed(tensors, work.source.aliases)
+        tensors, curves = compress_to_bytes(request, budget_bytes(request.source, ratio, max_bytes))
+    packed = Packed(tensors, request.source.aliases)
     packed.curves = curves
     return packed
 
@@ -145,7 +146,7 @@ def _encode_all(source: Source, plan: Mapping[str, Choice], progress: bool) -> I
     with Progress("compressing", _numel(source), progress) as bar:
         for name, choice in plan.items():
             bar.show(name)
-            yield name, encode(name, source, choice)
+            yield name, _encode(name, source, choice)
             bar.advance(name, source.entries[name].numel)
 
 
@@ -158,7 +159,7 @@ def _encode_calibrated(
     progress: bool,
 ) -> Iterator[tuple[str, Encoded]]:
     """Layers in execution order, each with a sample where its method wants one; then what never runs."""
-    wanted = {name: samples_of(choice.method) for name, choice in plan.items()}
+    wanted = {name: choice.method.samples for name, choice in plan.items()}
     with evaluating(model):
         if not isinstance(calibration, Calibration):
             calibration = calibrate(model, calibration, max([*wanted.values(), 1]))
@@ -180,18 +181,25 @@ def _encode_calibrated(
                     if wanted[name]
                     else None
                 )
-                encoded = encode(name, source, plan[name], sample)
+                encoded = _encode(name, source, plan[name], sample)
                 if sequential and name in targets:
                     targets[name].data.copy_(decode(encoded))
                 yield name, encoded
                 bar.advance(name, encoded.numel)
 
 
+def _encode(
+    name: str, source: Source, choice: Choice, inputs: LayerSample | LayerMoments | None = None
+) -> Encoded:
+    with while_compressing(name):
+        return choice.encode(source.weight(name, inputs))
+
+
 def _sample(
     calibration: Calibration, layer: str, model: nn.Module, compressed: nn.Module, method: Method
 ) -> LayerSample | LayerMoments | None:
     """What a method wants to know of a layer; a layer whose inputs cannot be unfolded has no moments."""
-    if not wants_moments(method):
+    if not method.wants_moments:
         return calibration.sample(layer, model, compressed)
     if not has_moments(model.get_submodule(layer)):
         return None

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from factorpack.tiles import Layout
+
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -63,10 +65,17 @@ class Encoded:
     """Why this tensor got this encoding, where a rule and not the caller chose it."""
     trellis: int = 0
     """States of the trellis that its codes (a factors tensor's latent) are a path through; 0: any codes."""
+    by_caller: bool = False
+    """Whether the caller, and not a rule, chose this encoding. It is not stored in the file."""
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def layout(self) -> Layout:
+        """The shape and the order of its dimensions."""
+        return Layout(self.shape, self.transposed_groups)
 
     def noted(self, note: str) -> Encoded:
         """The same with one more reason in front; an empty one changes nothing."""

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from factorpack.errors import SourceError
 from factorpack.format.container import METADATA_KEY, SAFETENSORS_TYPES
-from factorpack.record import weight_of
+from factorpack.record import LayerMoments, LayerSample, weight_of
+from factorpack.weight import Weight
 
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 SHARDS = (".safetensors", *PICKLED)
@@ -64,6 +65,15 @@ class Source:
     entries: Mapping[str, Entry]
     aliases: Mapping[str, str] = field(default_factory=dict)
     transposed_groups: Mapping[str, int] = field(default_factory=dict)
+
+    def weight(
+        self,
+        name: str,
+        inputs: LayerSample | LayerMoments | None = None,
+        sensitivity: float | None = None,
+    ) -> Weight:
+        """Reads one tensor, with what is known of its layer."""
+        return Weight(self.entries[name].load(), self.transposed_groups.get(name, 0), inputs, sensitivity)
 
 
 def open_source(source: Checkpoint) -> Source:

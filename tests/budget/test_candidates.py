@@ -1,8 +1,9 @@
-"""Weights posed for rounding: their basis, their curve, and sizes that are those of the file."""
+"""Ways to code a weight: their basis, their curve, and sizes that are those of the file."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from factorpack.budget import candidates as poses
-from factorpack.budget.candidates import Posed, Rounding, best_pose, curve, middle_step, pose
+from factorpack.budget import candidates
+from factorpack.budget.candidates import (
+    choose_method,
+    curve_of,
+    encode_steps,
+    middle_step,
+    step_at_unit_slope,
+)
+from factorpack.budget.planner import Planner
 from factorpack.decoding import decode
 from factorpack.format.container import Reader
 from factorpack.format.streams import coded_bytes
+from factorpack.methods import SecondOrder
 from factorpack.record import LayerMoments
+from factorpack.solve.code_length import HIGH_RATE
+from factorpack.solve.layer_problem import DAMPING
 from factorpack.solve.moments import MomentsOf
+from factorpack.weight import Weight
 from tests.helpers import relative_error, seeded, write_packed
 
 
@@ -34,11 +46,19 @@ def smooth_kernels(out: int, inside: int, seed: int = 0) -> Tensor:
     )
 
 
-def posed_matrix(rows: int = 64, size: int = 48, sensitivity: float | None = None) -> Posed:
+PLAIN = SecondOrder(step=1.0, try_plain=False)
+"""No basis and no trellis; its step means nothing here."""
+
+
+def planner(basis: bool = True, trellis: int = 0) -> Planner:
+    return Planner(price=HIGH_RATE, damping=DAMPING, basis=basis, trellis=trellis)
+
+
+def matrix(rows: int = 64, size: int = 48, sensitivity: float | None = None) -> Weight:
     layer = nn.Linear(size, rows)
     inputs = seeded(600, size) @ seeded(size, size, seed=1) / size**0.5
     moments = moments_of(layer, inputs) if sensitivity is not None else None
-    return pose(seeded(rows, size, seed=2), 0, moments, sensitivity, 1, Rounding())
+    return Weight(seeded(rows, size, seed=2), 0, moments, sensitivity)
 
 
 @pytest.mark.parametrize("sensitivity", [None, 2.0])
@@ -49,9 +69,10 @@ def test_bytes_are_those_of_the_file(
 ) -> None:
     layer = nn.Conv2d(32, 48, 3)
     moments = moments_of(layer, seeded(4, 32, 9, 9)) if sensitivity is not None else None
-    posed = pose(smooth_kernels(48, 32), 0, moments, sensitivity, tile, Rounding(trellis=trellis))
-    assert posed.tile == tile
-    for encoded, _ in posed.at([0.05, 0.3, 1.0]):
+    weight = Weight(smooth_kernels(48, 32), 0, moments, sensitivity)
+    method = replace(PLAIN, tile=tile, trellis=trellis)
+    for encoded, _ in encode_steps(weight, method, [0.05, 0.3, 1.0]):
+        assert len(encoded.parts["codebook"]) == tile if tile > 1 else encoded.kind == "scalar"
         assert encoded.trellis == trellis
         path = tmp_path / "one.packed.safetensors"
         write_packed(path, {"w": encoded})
@@ -60,36 +81,37 @@ def test_bytes_are_those_of_the_file(
 
 
 def test_without_data_the_loss_is_the_relative_error_of_the_weight() -> None:
-    posed = posed_matrix()
-    for encoded, loss in posed.at([0.1, 0.5, 2.0]):
-        assert loss == pytest.approx(relative_error(decode(encoded), posed.weight) ** 2, rel=1e-3)
+    weight = matrix()
+    for encoded, loss in encode_steps(weight, PLAIN, [0.1, 0.5, 2.0]):
+        assert loss == pytest.approx(relative_error(decode(encoded), weight.values) ** 2, rel=1e-3)
 
 
 def test_with_data_the_loss_is_half_the_sensitivity_times_the_outputs_error() -> None:
     layer, inputs = nn.Linear(24, 40), seeded(800, 24) @ seeded(24, 24, seed=1) / 5
     weight = seeded(40, 24, seed=2)
-    posed = pose(weight, 0, moments_of(layer, inputs), 3.0, 1, Rounding(damping=1e-6))
-    for encoded, loss in posed.at([0.1, 0.5]):
+    known = Weight(weight, 0, moments_of(layer, inputs), 3.0)
+    for encoded, loss in encode_steps(known, replace(PLAIN, damping=1e-6), [0.1, 0.5]):
         wrong = inputs.double() @ (decode(encoded) - weight).double().T
         assert loss == pytest.approx(3.0 / 2 * float(wrong.square().sum(1).mean()), rel=1e-2)
 
 
 def test_many_steps_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    posed = posed_matrix(sensitivity=1.0)
+    weight = matrix(sensitivity=1.0)
     steps = [0.1, 0.2, 0.4, 0.8]
-    whole = posed.at(steps)
-    monkeypatch.setattr(poses, "NUMBERS_AT_ONCE", 2 * posed.weight.numel())
-    for (one, loss), (other, other_loss) in zip(posed.at(steps), whole, strict=True):
+    together = encode_steps(weight, PLAIN, steps)
+    monkeypatch.setattr(candidates, "VALUES_AT_ONCE", 2 * weight.numel)
+    for (one, loss), (other, other_loss) in zip(encode_steps(weight, PLAIN, steps), together, strict=True):
         assert torch.equal(decode(one), decode(other))
         assert loss == pytest.approx(other_loss)
 
 
 @pytest.mark.parametrize("sensitivity", [None, 0.7])
 def test_a_curve_falls_in_bytes_and_rises_in_loss(sensitivity: float | None) -> None:
-    found, _ = curve(posed_matrix(sensitivity=sensitivity), 3.0)
+    weight = matrix(sensitivity=sensitivity)
+    found, _ = curve_of(weight, PLAIN, 3.0)
     assert list(found.steps) == sorted(found.steps)
     assert len(found.steps) == 8
-    assert not decode(posed_matrix(sensitivity=sensitivity).at([found.steps[-1]])[0][0]).any()
+    assert not decode(encode_steps(weight, PLAIN, [found.steps[-1]])[0][0]).any()
     assert list(found.bytes) == sorted(found.bytes, reverse=True)
     assert list(found.losses) == sorted(found.losses)
     assert found.numel == 64 * 48
@@ -98,10 +120,10 @@ def test_a_curve_falls_in_bytes_and_rises_in_loss(sensitivity: float | None) -> 
 @pytest.mark.parametrize("bits", [2.0, 4.0, 6.0])
 def test_the_middle_step_takes_about_the_bits_it_is_for(bits: float) -> None:
     """Of a Gaussian: log2 sqrt(2 pi e) bits at a step of its standard deviation, one more each halving."""
-    posed = pose(seeded(300, 100), 0, None, None, 1, Rounding(price=0.0))
-    step = middle_step(posed, bits)
+    weight, method = Weight(seeded(300, 100)), replace(PLAIN, price=0.0)
+    step = middle_step(weight, method, bits)
     assert math.log2(step) == pytest.approx(math.log2(math.sqrt(2 * math.pi * math.e)) - bits, abs=0.02)
-    ((encoded, _),) = posed.at([step])
+    ((encoded, _),) = encode_steps(weight, method, [step])
     assert 8 * coded_bytes(encoded) / 30_000 == pytest.approx(bits, abs=0.2)
 
 
@@ -111,9 +133,9 @@ def test_steps_of_equal_slope_lose_equally_for_a_bit() -> None:
     for gain, sensitivity in ((1.0, 0.1), (0.03, 20.0)):
         inputs = gain * seeded(900, 32) @ seeded(32, 32, seed=1) / 6
         moments = moments_of(nn.Linear(32, 64), inputs)
-        posed = pose(seeded(64, 32, seed=2), 0, moments, sensitivity, 1, Rounding(price=0.0))
-        unit = 0.02 * posed.step_at_unit_slope()
-        (_, fine), (_, coarse) = posed.at([unit, 2 * unit])
+        weight, method = Weight(seeded(64, 32, seed=2), 0, moments, sensitivity), replace(PLAIN, price=0.0)
+        unit = 0.02 * step_at_unit_slope(weight, method)
+        (_, fine), (_, coarse) = encode_steps(weight, method, [unit, 2 * unit])
         losses.append(coarse - fine)
     # Half a sum over codes of step^2 / 12, at twice the step less at the step.
     assert losses == pytest.approx([64 * 32 * 3 * 0.02**2 / 24] * 2, rel=0.1)
@@ -121,9 +143,9 @@ def test_steps_of_equal_slope_lose_equally_for_a_bit() -> None:
 
 def test_kernels_of_few_patterns_get_a_basis_and_noise_none() -> None:
     smooth, noise = smooth_kernels(64, 32), seeded(64, 32, 3, 3)
-    assert best_pose(smooth, 0, None, None, 3.0, Rounding()).tile == 9
-    assert best_pose(noise, 0, None, None, 3.0, Rounding()).tile == 1
-    assert best_pose(smooth, 0, None, None, 3.0, Rounding(basis=False)).tile == 1
+    assert choose_method(Weight(smooth), planner(), 3.0).tile == 9
+    assert choose_method(Weight(noise), planner(), 3.0).tile == 1
+    assert choose_method(Weight(smooth), planner(basis=False), 3.0).tile == 1
 
 
 @pytest.mark.parametrize("sensitivity", [None, 2.0])
@@ -131,72 +153,68 @@ def test_a_trellis_is_taken_where_it_pays(sensitivity: float | None) -> None:
     """Not for few weights, and not where there is next to nothing to code."""
     weight, few = seeded(128, 64), seeded(3, 4)
     known = [moments_of(nn.Linear(size, 1), seeded(500, size)) if sensitivity else None for size in (64, 4)]
-    rounding = Rounding(trellis=8)
-    chosen = best_pose(weight, 0, known[0], sensitivity, 3.0, rounding)
-    assert chosen.rounding.trellis == curve(chosen, 3.0)[0].trellis == 8
-    assert best_pose(few, 0, known[1], sensitivity, 3.0, rounding).rounding.trellis == 0
-    assert best_pose(weight, 0, known[0], sensitivity, 3.0, Rounding()).rounding.trellis == 0
+    many = Weight(weight, 0, known[0], sensitivity)
+    chosen = choose_method(many, planner(trellis=8), 3.0)
+    assert chosen.trellis == curve_of(many, chosen, 3.0)[0].trellis == 8
+    assert choose_method(Weight(few, 0, known[1], sensitivity), planner(trellis=8), 3.0).trellis == 0
+    assert choose_method(many, planner(), 3.0).trellis == 0
 
 
 def test_one_channel_s_tiles_have_no_rows_to_run_down() -> None:
-    chosen = best_pose(smooth_kernels(1, 512), 0, None, None, 3.0, Rounding(trellis=8))
-    assert (chosen.tile, chosen.rounding.trellis) == (9, 0)
+    chosen = choose_method(Weight(smooth_kernels(1, 512)), planner(trellis=8), 3.0)
+    assert (chosen.tile, chosen.trellis) == (9, 0)
 
 
 def test_the_finest_steps_of_a_path_fit_their_codes() -> None:
-    posed = pose(seeded(40, 12), 0, None, None, 1, Rounding(trellis=8))
-    ((encoded, loss),) = posed.at([1e-9])
+    ((encoded, loss),) = encode_steps(Weight(seeded(40, 12)), replace(PLAIN, trellis=8), [1e-9])
     assert encoded.bits["codes"] <= 16
     assert loss < 1e-7
 
 
 def test_a_basis_is_taken_only_where_it_is_cheap_beside_the_codes() -> None:
     """16 x 16 bytes of C would be more than the whole weight."""
-    assert best_pose(smooth_kernels(4, 2), 0, None, None, 3.0, Rounding()).tile == 1
+    assert choose_method(Weight(smooth_kernels(4, 2)), planner(), 3.0).tile == 1
 
 
 def test_the_same_kernels_get_a_basis_only_where_they_are_many() -> None:
     """C takes a hundred bytes whatever it is for."""
     many = smooth_kernels(64, 64) + 0.8 * seeded(64, 64, 3, 3, seed=9)
     few = many[:12, :12].contiguous()
-    assert best_pose(many, 0, None, None, 3.0, Rounding()).tile == 9
-    assert best_pose(few, 0, None, None, 3.0, Rounding()).tile == 1
+    assert choose_method(Weight(many), planner(), 3.0).tile == 9
+    assert choose_method(Weight(few), planner(), 3.0).tile == 1
 
 
 @pytest.mark.parametrize("tile", [1, 9])
 def test_the_best_basis_has_the_least_bytes_at_the_loss_it_has(tile: int) -> None:
     """Against the other choice at the same loss, found by interpolation on its curve."""
-    weight = smooth_kernels(64, 32) if tile == 9 else seeded(64, 32, 3, 3)
-    chosen = best_pose(weight, 0, None, None, 3.0, Rounding())
+    weight = Weight(smooth_kernels(64, 32) if tile == 9 else seeded(64, 32, 3, 3))
+    chosen = choose_method(weight, planner(), 3.0)
     assert chosen.tile == tile
-    other = pose(weight, 0, None, None, 10 - tile, Rounding())
-    (best, _), (rival, _) = curve(chosen, 3.0), curve(other, 3.0)
+    other = replace(PLAIN, tile=10 - tile)
+    (best, _), (rival, _) = curve_of(weight, chosen, 3.0), curve_of(weight, other, 3.0)
     for loss, size in list(zip(best.losses, best.bytes, strict=True))[2:5]:
         octave = np.interp(loss, rival.losses, np.log2(rival.steps))
         assert size < rival.bytes_at(2.0**octave)
 
 
-def test_transposed_convolutions_are_posed_by_their_output_channels() -> None:
+def test_transposed_convolutions_are_read_by_their_output_channels() -> None:
     weight = smooth_kernels(16, 32)
-    posed = pose(weight, 2, None, None, 9, Rounding())
-    ((encoded, _),) = posed.at([0.02])
+    ((encoded, _),) = encode_steps(Weight(weight, 2), replace(PLAIN, tile=9), [0.02])
     assert encoded.transposed_groups == 2
     assert relative_error(decode(encoded), weight) < 0.05
 
 
-def test_a_weight_of_zeros_can_be_posed() -> None:
+def test_a_weight_of_zeros_has_a_curve() -> None:
     for moments, sensitivity in ((None, None), (moments_of(nn.Linear(16, 8), seeded(50, 16)), 1.0)):
-        posed = best_pose(torch.zeros(8, 16), 0, moments, sensitivity, 3.0, Rounding())
-        found, _ = curve(posed, 3.0)
+        weight = Weight(torch.zeros(8, 16), 0, moments, sensitivity)
+        found, _ = curve_of(weight, choose_method(weight, planner(), 3.0), 3.0)
         assert all(math.isfinite(loss) for loss in found.losses)
         assert set(found.losses) == {0.0}
 
 
-def test_inputs_that_are_all_zero_can_be_posed() -> None:
-    posed = best_pose(
-        seeded(8, 16), 0, moments_of(nn.Linear(16, 8), torch.zeros(50, 16)), 0.0, 3.0, Rounding()
-    )
-    found, _ = curve(posed, 3.0)
+def test_inputs_that_are_all_zero_have_a_curve() -> None:
+    weight = Weight(seeded(8, 16), 0, moments_of(nn.Linear(16, 8), torch.zeros(50, 16)), 0.0)
+    found, _ = curve_of(weight, choose_method(weight, planner(), 3.0), 3.0)
     assert all(math.isfinite(loss) for loss in found.losses)
     assert math.isfinite(found.step_at_unit_slope)
 
@@ -204,7 +222,7 @@ def test_inputs_that_are_all_zero_can_be_posed() -> None:
 @pytest.mark.parametrize("bits", [13.0, 16.0, 24.0])
 def test_no_step_is_so_fine_that_codes_are_clipped(bits: float) -> None:
     """Codes have at most 16 bits: a budget for more must not make the weight worse."""
-    weight = seeded(64, 48)
-    posed = best_pose(weight, 0, None, None, bits, Rounding())
-    for encoded, loss in posed.at(list(curve(posed, bits)[0].steps)):
-        assert relative_error(decode(encoded), weight) ** 2 == pytest.approx(loss, rel=0.01, abs=1e-8)
+    weight = Weight(seeded(64, 48))
+    method = choose_method(weight, planner(), bits)
+    for encoded, loss in encode_steps(weight, method, list(curve_of(weight, method, bits)[0].steps)):
+        assert relative_error(decode(encoded), weight.values) ** 2 == pytest.approx(loss, rel=0.01, abs=1e-8)

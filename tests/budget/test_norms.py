@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,18 +13,19 @@ from torch import Tensor, nn
 import factorpack as fp
 from benchmarks.zoo import resnet18
 from factorpack.budget.norms import (
-    MOST_SPREAD,
+    LARGEST_CORRECTION,
     constant,
     correct_outputs,
     half,
-    leftover,
     norms_after,
+    shrink,
     small_leftovers,
 )
 from factorpack.decoding import decode
 from factorpack.methods import Keep
 from factorpack.record import Encoded
 from factorpack.solve.moments import MomentsOf
+from factorpack.weight import Weight
 from tests.helpers import assert_close, assert_same_tensor, relative_error, seeded
 
 # -- which norm a layer goes into --------------------------------------------------------------------
@@ -162,7 +164,7 @@ def test_a_channel_that_never_varied_keeps_its_norm() -> None:
     weight[1] = 0.0
     correct_outputs(layer, norm, 5 * weight, weight, running.result())
     assert norm.running_var[1] == 1.0
-    assert norm.running_var[0] == pytest.approx(MOST_SPREAD, rel=1e-3)
+    assert norm.running_var[0] == pytest.approx(LARGEST_CORRECTION, rel=1e-3)
 
 
 def test_a_layer_with_neither_norm_nor_bias_stays_as_it_is() -> None:
@@ -179,7 +181,7 @@ def test_a_layer_with_neither_norm_nor_bias_stays_as_it_is() -> None:
 
 
 def kept(model: nn.Module) -> dict[str, Encoded]:
-    return {name: Keep().encode(values) for name, values in model.state_dict().items()}
+    return {name: Keep().encode(Weight(values)) for name, values in model.state_dict().items()}
 
 
 def decoded(tensors: dict[str, Encoded]) -> dict[str, Tensor]:
@@ -255,11 +257,11 @@ def test_norms_without_parameters_or_statistics() -> None:
         assert_same_tensor(state[name], values if values.dtype == torch.int64 else values.half().float())
 
 
-@pytest.mark.parametrize("note", ["excluded by 'bn1.*'", "chosen by 'bn1.*'"])
-def test_what_the_caller_decided_on_is_left_alone(note: str) -> None:
+def test_what_the_caller_decided_on_is_left_alone() -> None:
+    """Whatever a note says: it is for people."""
     model = with_statistics(Block()).eval()
     tensors = {
-        name: encoded.noted(note) if name.startswith("bn1.") else encoded
+        name: replace(encoded, by_caller=name.startswith("bn1.")).noted("excluded by 'x'")
         for name, encoded in kept(model).items()
     }
     small = small_leftovers(tensors, model)
@@ -270,7 +272,7 @@ def test_what_the_caller_decided_on_is_left_alone(note: str) -> None:
 def test_one_excluded_statistic_keeps_the_norm_whole() -> None:
     model = with_statistics(Block()).eval()
     tensors = kept(model)
-    tensors["bn1.running_var"] = tensors["bn1.running_var"].noted("excluded by 'x'")
+    tensors["bn1.running_var"] = replace(tensors["bn1.running_var"], by_caller=True)
     small = small_leftovers(tensors, model)
     state = decoded(small)
     assert_same_tensor(state["bn1.running_var"], model.state_dict()["bn1.running_var"])
@@ -279,12 +281,12 @@ def test_one_excluded_statistic_keeps_the_norm_whole() -> None:
 
 def test_codes_are_not_leftovers() -> None:
     model = with_statistics(Block()).eval()
-    coded = fp.Scalar(4).encode(model.state_dict()["conv1.weight"])
+    coded = fp.Scalar(4).encode(Weight(model.state_dict()["conv1.weight"]))
     assert small_leftovers(kept(model) | {"conv1.weight": coded}, model)["conv1.weight"] is coded
 
 
 def test_notes_are_kept() -> None:
-    tensors = {"bias": Keep().encode(seeded(4)).noted("vector")}
+    tensors = {"bias": Keep().encode(Weight(seeded(4))).noted("vector")}
     assert small_leftovers(tensors, None)["bias"].note == "vector"
 
 
@@ -310,7 +312,7 @@ def test_notes_are_kept() -> None:
     ],
 )  # fmt: skip
 def test_a_leftover_is_as_small_as_it_goes(value: Tensor, kind: str, dtype: torch.dtype) -> None:
-    encoded = leftover(value)
+    encoded = shrink(value)
     (part,) = encoded.parts.values()
     assert (encoded.kind, part.dtype) == (kind, dtype)
     assert (encoded.dtype, encoded.shape) == (value.dtype, tuple(value.shape))

@@ -13,13 +13,15 @@ from safetensors.torch import save_file
 
 import factorpack as fp
 from factorpack import commands as cli
-from factorpack.budget.excerpt import NUMBERS, of_a_few, sample_of
+from factorpack.budget.excerpt import excerpt_of, measure_a_few
 from factorpack.errors import PlanError
 from factorpack.format.container import head_bytes
 from factorpack.format.packed_file import file_bytes
 from factorpack.methods import METHODS, Method
+from factorpack.methods.base import EXCERPT_VALUES
 from factorpack.planning.families import FAMILIES, family_text
 from factorpack.source import open_source
+from factorpack.weight import Weight
 from tests.helpers import seeded, shared_weights
 
 CLOSE = 0.1
@@ -134,7 +136,7 @@ def test_a_model_of_many_equal_layers_costs_three(monkeypatch: pytest.MonkeyPatc
     seen: list[str] = []
     state = {f"layers.{i}.weight": seeded(300, 300, seed=i) for i in range(9)} | {"head": seeded(4, 4)}
     source = open_source(state)
-    measured = of_a_few(source, dict.fromkeys(state), lambda name: seen.append(name) or name)
+    measured = measure_a_few(source, dict.fromkeys(state), lambda name: seen.append(name) or name)
     assert seen == ["layers.0.weight", "layers.1.weight", "layers.2.weight", "head"]
     assert set(measured) == set(state)
     monkeypatch.setattr("factorpack.budget.excerpt.SAME_SHAPE", 20)
@@ -147,9 +149,9 @@ def test_a_model_of_many_equal_layers_costs_three(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("method", [fp.Scalar(4), fp.methods.SVD(share=0.5), fp.QSPCA(256, 5)])
 def test_samples_are_small(shape: tuple[int, ...], method: Method) -> None:
     weight = torch.zeros(shape)
-    sample = sample_of(weight, method)
-    assert sample.values.numel() <= 5 * NUMBERS
-    assert sample.growth == pytest.approx(weight.numel() / sample.values.numel())
+    excerpt = excerpt_of(Weight(weight), method)
+    assert excerpt.weight.numel <= 5 * EXCERPT_VALUES
+    assert excerpt.growth == pytest.approx(weight.numel() / excerpt.weight.numel)
 
 
 def test_memory_and_seconds_are_about_right(checkpoint: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from factorpack.batches import evaluating
-from factorpack.budget.sensitivity import information
+from factorpack.budget.sensitivity import measure_information
 from factorpack.calibrate import Calibration, calibrate
 from factorpack.errors import SourceError
 from tests.helpers import seeded
@@ -22,7 +22,7 @@ def measured(
 ) -> dict[str, float]:
     calibration = calibrate(model, batches, samples=1 << 20)
     with evaluating(model):
-        found = information(model, calibration, layers, samples, seed)
+        found = measure_information(model, calibration, layers, samples, seed)
     return {name: each.level for name, each in found.items()}
 
 
@@ -54,7 +54,7 @@ def exact(model: nn.Sequential, inputs: Tensor) -> dict[str, float]:
     return {"0": float(at_first.mean()), "2": float(at_last.mean())}
 
 
-def test_it_is_the_fisher_information() -> None:
+def test_it_is_the_fisher_measure_information() -> None:
     """Labels are drawn: twenty thousand of them leave an error of about a percent."""
     model, inputs = two_layers(), seeded(20_000, 6, seed=9)
     found, expected = measured(model, [inputs[:9000], inputs[9000:]], ["0", "2"]), exact(model, inputs)
@@ -113,7 +113,7 @@ def test_batches_do_not_matter_and_samples_bound_them() -> None:
     model.register_forward_pre_hook(lambda _module, arguments: drawn.append(len(arguments[0])))
     calibration = calibrate(model, inputs.split(16))
     drawn.clear()
-    information(model, calibration, ["0"], samples=33)
+    measure_information(model, calibration, ["0"], samples=33)
     assert drawn == [16, 16, 16]
 
 
@@ -250,19 +250,19 @@ def test_hooks_go_when_the_model_fails() -> None:
     calibration = calibrate(model, seeded(8, 6))
     calibration.batches = [seeded(8, 5)]
     with pytest.raises(RuntimeError):
-        information(model, calibration, ["0"])
+        measure_information(model, calibration, ["0"])
     assert isinstance(calibration, Calibration)
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_an_embedding_knows_its_whole_information() -> None:
+def test_an_embedding_knows_its_whole_measure_information() -> None:
     """Of answers y = W e that are a Gaussian's mean it is W^T W / s^2, whatever is looked up."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 6, bias=False), nn.Unflatten(2, (6, 1)))
     tokens = torch.arange(4000).reshape(-1, 1) % 9
     spread = float(model(tokens).detach().square().mean())
     with evaluating(model):
-        found = information(model, calibrate(model, [tokens], samples=4000), ["0"], 4000)["0"]
+        found = measure_information(model, calibrate(model, [tokens], samples=4000), ["0"], 4000)["0"]
     weight = model.state_dict()["1.weight"]
     assert found.metric is not None
     torch.testing.assert_close(found.metric, weight.T @ weight / spread, rtol=0, atol=0.1 * found.level)

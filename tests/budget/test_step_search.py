@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factorpack.budget.step_search import Search
+from factorpack.budget.step_search import StepSearch
 
 NUMEL = 80_000
 
@@ -20,10 +20,10 @@ def smooth(step: float) -> int:
 
 
 def found(size_at: Callable[[float], int], start: float, wanted: float, rounds: int) -> list[int]:
-    search, step, sizes = Search(NUMEL), start, []
+    search, step, sizes = StepSearch(NUMEL), start, []
     for _ in range(rounds):
         sizes.append(size_at(step))
-        step = search.after(step, sizes[-1], wanted)
+        step = search.next_after(step, sizes[-1], wanted)
     return sizes
 
 
@@ -41,9 +41,9 @@ def test_stairs_end_on_both_sides_of_the_step_they_jump_at(wanted: float) -> Non
     def stairs(step: float) -> int:
         return smooth(exp2(round(2 * log2(step)) / 2))
 
-    search, step = Search(NUMEL), 3.0
+    search, step = StepSearch(NUMEL), 3.0
     for _ in range(24):
-        step = search.after(step, stairs(step), wanted)
+        step = search.next_after(step, stairs(step), wanted)
     assert search.low is not None
     assert search.high is not None
     assert stairs(search.low) > wanted >= stairs(search.high)
@@ -52,17 +52,17 @@ def test_stairs_end_on_both_sides_of_the_step_they_jump_at(wanted: float) -> Non
 
 
 def test_without_a_number_that_gave_too_much_the_last_one_is_the_finest() -> None:
-    search = Search(NUMEL)
-    search.after(2.0, 100, 5_000.0)
+    search = StepSearch(NUMEL)
+    search.next_after(2.0, 100, 5_000.0)
     assert search.finest(2.0) == 2.0
 
 
 @given(sizes=st.lists(st.integers(1, 100_000), min_size=2, max_size=12), wanted=st.floats(1, 1e5))
 def test_what_is_tried_stays_between_what_is_known(sizes: list[int], wanted: float) -> None:
     """Whatever sizes come: positive, finite, and inside the bracket once there is one."""
-    search, step = Search(NUMEL), 1.0
+    search, step = StepSearch(NUMEL), 1.0
     for size in sizes:
-        step = search.after(step, size, wanted)
+        step = search.next_after(step, size, wanted)
         assert 0 < step < float("inf")
         if search.low is not None and search.high is not None and search.low < search.high:
             assert search.low <= step <= search.high

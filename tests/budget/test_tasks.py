@@ -86,8 +86,8 @@ def test_a_killed_run_goes_on_from_curves_and_codes(checkpoint: Path, tmp_path: 
     whole = Counting()
     compress(tmp_path / "whole", checkpoint, whole, ratio=12.0)
     coded = [name for name, value in state().items() if value.dim() > 1]
-    assert [call for call in whole.calls if call[0] == "make_curve"] == [
-        ("make_curve", name) for name in fp.load(tmp_path / "whole") if name in coded
+    assert [call for call in whole.calls if call[0] == "measure_curve"] == [
+        ("measure_curve", name) for name in fp.load(tmp_path / "whole") if name in coded
     ]
     for stop in range(2, len(whole.names), 5):
         out = tmp_path / f"out{stop}"

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 import factorpack as fp
 from factorpack.commands import app
 from factorpack.format.locks import locked
-from factorpack.methods.protocol import build as build_settings
+from factorpack.methods.settings import build_settings
 from factorpack.planning.families import DEFAULT_METHOD
 from factorpack.planning.recipe import read_recipe
 from factorpack.tune.images import ImageFolder

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import factorpack as fp
 from factorpack.budget.planner import Planner
 from factorpack.commands.compare import markdown
-from factorpack.comparison import OPPONENTS, PLANNED, Grid, Point, compare
+from factorpack.comparison import COMPARED, PLANNED, Grid, Point, compare
 from factorpack.comparison.figure import pareto, save_figure
 from factorpack.errors import PlanError
 from factorpack.tune.schedule import Schedule
@@ -68,7 +68,7 @@ def grid(folder: Path, methods: tuple[str, ...] = ("all",), ratios: tuple[float,
 
 def test_every_method_makes_a_file_of_the_size_or_says_its_smallest(tmp_path: Path) -> None:
     points = grid(tmp_path).run()
-    assert [point.method for point in points] == [PLANNED, *OPPONENTS]
+    assert [point.method for point in points] == [PLANNED, *COMPARED]
     points += grid(tmp_path, (PLANNED,), (3.0,)).run() + grid(tmp_path, ("scalar",), (100.0,)).run()
     assert [point.asked_ratio for point in points if point.file is None] == [100.0]
     for point in points:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factorpack.comparison.ladders import Ladders
-from factorpack.comparison.opponents import OPPONENTS, PLANNED, chosen
+from factorpack.comparison.opponents import COMPARED, PLANNED, choose_compared
 from factorpack.errors import PlanError
 from factorpack.methods import Method, Scalar
 
@@ -62,7 +62,7 @@ def test_the_smallest_of_all_ladders() -> None:
 
 
 def test_names_are_taken_in_one_order_and_all_is_all() -> None:
-    assert chosen(["all"]) == [PLANNED, *OPPONENTS]
-    assert chosen(["vq", PLANNED]) == [PLANNED, "vq"]
+    assert choose_compared(["all"]) == [PLANNED, *COMPARED]
+    assert choose_compared(["vq", PLANNED]) == [PLANNED, "vq"]
     with pytest.raises(PlanError, match=r"unknown method 'zip', known are all, planned, qspca"):
-        chosen(["vq", "zip"])
+        choose_compared(["vq", "zip"])

@@ -43,6 +43,7 @@ from factorpack.methods import (
 from factorpack.quantize.uniform import code_dtype, code_range
 from factorpack.record import Encoded
 from factorpack.size import fixed_bits
+from factorpack.weight import Weight
 from tests.helpers import assert_same_encoded, assert_same_tensor, relative_error, seeded, write_packed
 from tests.pairwise import pairwise
 
@@ -143,10 +144,10 @@ def test_encode_store_decode(setting: str, shape_name: str, dtype: torch.dtype, 
     method, (shape, groups) = METHOD_OF[setting], SHAPES[shape_name]
     weight = seeded(*shape, dtype=dtype)
     before = weight.clone()
-    encoded = method.encode(weight, groups)
+    encoded = method.encode(Weight(weight, groups))
 
     assert_same_tensor(weight, before)
-    assert_same_encoded(method.encode(weight, groups), encoded)
+    assert_same_encoded(method.encode(Weight(weight, groups)), encoded)
     check(encoded.kind, encoded.shape, encoded.dtype, encoded.transposed_groups, specs(encoded))
     for name, bits in encoded.bits.items():
         low, high = code_range(bits)
@@ -175,7 +176,9 @@ def test_encode_store_decode(setting: str, shape_name: str, dtype: torch.dtype, 
 def test_more_bits_are_never_worse(name: str, shape: tuple[int, ...], groups: int) -> None:
     """Up to the rounding of FP16 scales, which decides where nothing else differs."""
     weight = seeded(*shape, dtype=torch.float64)
-    errors = [relative_error(decode(method.encode(weight, groups)), weight) for method in LADDERS[name]]
+    errors = [
+        relative_error(decode(method.encode(Weight(weight, groups))), weight) for method in LADDERS[name]
+    ]
     for coarse, fine in itertools.pairwise(errors):
         assert fine <= coarse + FP16_EPS
 
@@ -183,7 +186,7 @@ def test_more_bits_are_never_worse(name: str, shape: tuple[int, ...], groups: in
 @each_method
 def test_zeros_stay_zeros(method: Method) -> None:
     for name, (shape, groups) in SHAPES.items():
-        assert decode(method.encode(torch.zeros(shape), groups)).eq(0).all(), name
+        assert decode(method.encode(Weight(torch.zeros(shape), groups))).eq(0).all(), name
 
 
 @pytest.mark.parametrize(("setting", "shape_name", "unit"), pairwise(METHOD_OF, SHAPES, FAR), ids=str)
@@ -192,9 +195,9 @@ def test_the_unit_of_the_weights_does_not_matter(setting: str, shape_name: str, 
     method, (shape, groups), (dtype, power) = METHOD_OF[setting], SHAPES[shape_name], FAR[unit]
     weight = seeded(*shape, dtype=dtype)
     moved = weight * 2.0**power
-    usual = relative_error(decode(method.encode(weight, groups)), weight)
+    usual = relative_error(decode(method.encode(Weight(weight, groups))), weight)
     there = in_unit(method, 2.0**power)
-    assert abs(relative_error(decode(there.encode(moved, groups)), moved) - usual) <= FP16_EPS
+    assert abs(relative_error(decode(there.encode(Weight(moved, groups))), moved) - usual) <= FP16_EPS
 
 
 def in_unit(method: Method, unit: float) -> Method:
@@ -212,19 +215,19 @@ def test_numbers_that_are_none(method: Method, bad: float) -> None:
     weight = seeded(48, 64)
     weight[5, 7] = bad
     if method.name in KEEPS_ANYTHING:
-        assert str(decode(method.encode(weight))[5, 7].item()) == str(bad)
+        assert str(decode(method.encode(Weight(weight)))[5, 7].item()) == str(bad)
         return
     with pytest.raises(WeightError, match="1 of 3072 weights are NaN or infinite"):
-        method.encode(weight)
+        method.encode(Weight(weight))
 
 
 @each_method
 def test_views_and_parameters_are_read_as_they_are(method: Method) -> None:
     wide = seeded(64, 96)
     view = wide[:, ::2].T
-    expected = method.encode(view.contiguous())
-    assert_same_encoded(method.encode(view), expected)
-    trained = method.encode(torch.nn.Parameter(view))
+    expected = method.encode(Weight(view.contiguous()))
+    assert_same_encoded(method.encode(Weight(view)), expected)
+    trained = method.encode(Weight(torch.nn.Parameter(view)))
     assert_same_encoded(trained, expected)
     assert not any(part.requires_grad for part in trained.parts.values())
 
@@ -238,12 +241,17 @@ def test_a_transposed_weight_is_its_plain_twin_turned(method: Method, groups: in
     turned = torch.cat(
         [block.transpose(0, 1) for block in plain.reshape(groups, outputs, inputs, 3, 3)]
     )  # (in, out/g, 3, 3)
-    for part, (found, expected) in both_parts(method.encode(turned, groups), method.encode(plain)):
+    for part, (found, expected) in both_parts(
+        method.encode(Weight(turned, groups)), method.encode(Weight(plain))
+    ):
         assert torch.equal(found, expected), part
     assert_same_tensor(
-        decode(method.encode(turned, groups)),
+        decode(method.encode(Weight(turned, groups))),
         torch.cat(
-            [b.transpose(0, 1) for b in decode(method.encode(plain)).reshape(groups, outputs, inputs, 3, 3)]
+            [
+                b.transpose(0, 1)
+                for b in decode(method.encode(Weight(plain))).reshape(groups, outputs, inputs, 3, 3)
+            ]
         ),
     )
 

@@ -15,18 +15,21 @@ from factorpack.format import frequency_tables as tables
 from factorpack.format import trellis_stream as trellis
 from factorpack.format.container import Reader
 from factorpack.methods import SecondOrder
+from factorpack.weight import Weight
 from tests.helpers import little_memory, seeded, write_packed
 from tests.tampered import Pieces, take_apart
 
-ENCODED = SecondOrder(step=0.3, trellis=8).encode(seeded(40, 60))
-FACTORS = SecondOrder(step=0.3, trellis=4, tile=9).encode(seeded(32, 32, 3, 3))
+ENCODED = SecondOrder(step=0.3, trellis=8).encode(Weight(seeded(40, 60)))
+FACTORS = SecondOrder(step=0.3, trellis=4, tile=9).encode(Weight(seeded(32, 32, 3, 3)))
 assert (ENCODED.trellis, FACTORS.trellis) == (8, 4)
 
 
 @pytest.fixture(scope="module")
 def blob(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("path") / "file"
-    write_packed(path, {"w": ENCODED, "f": FACTORS, "plain": SecondOrder(step=0.3).encode(seeded(40, 60))})
+    write_packed(
+        path, {"w": ENCODED, "f": FACTORS, "plain": SecondOrder(step=0.3).encode(Weight(seeded(40, 60)))}
+    )
     return path.read_bytes()
 
 

@@ -15,6 +15,7 @@ from factorpack.errors import FormatError
 from factorpack.kinds import slices as cutting
 from factorpack.kinds.slices import pieces
 from factorpack.record import Encoded
+from factorpack.weight import Weight
 from tests.helpers import assert_close, assert_same_tensor, seeded
 from tests.runtime.layer_cases import METHODS
 
@@ -33,7 +34,7 @@ def test_a_weight_in_pieces_is_the_whole(
 ) -> None:
     monkeypatch.setattr(cutting, "LEAST_NUMBERS", numbers)
     monkeypatch.setattr(cutting, "MOST_NUMBERS", numbers)
-    encoded = METHODS[method].encode(seeded(*shape))
+    encoded = METHODS[method].encode(Weight(seeded(*shape)))
     weight = torch.full(shape, torch.nan)
     decode_into(encoded, weight)
     assert_close(weight, decode(encoded))
@@ -62,7 +63,7 @@ def test_pieces_are_no_larger_than_asked_for_or_than_one_tile(
 
 def test_large_weights_are_cut_and_answer_alike() -> None:
     for method in (fp.SecondOrder(step=0.2, tile=9), fp.methods.SVD(rank=4), fp.Scalar(5)):
-        encoded = method.encode(seeded(256, 64, 3, 3))
+        encoded = method.encode(Weight(seeded(256, 64, 3, 3)))
         assert len(pieces(encoded.kind, encoded.shape, 0, part_shapes(encoded))) > 1
         weight = torch.empty(encoded.shape)
         decode_into(encoded, weight)
@@ -71,7 +72,7 @@ def test_large_weights_are_cut_and_answer_alike() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_pieces_take_the_type_of_what_they_fill(dtype: torch.dtype) -> None:
-    encoded = fp.Scalar(5).encode(seeded(300, 300))
+    encoded = fp.Scalar(5).encode(Weight(seeded(300, 300)))
     weight = torch.empty(encoded.shape, dtype=dtype)
     decode_into(encoded, weight)
     assert_same_tensor(weight, decode(encoded).to(dtype))
@@ -89,7 +90,7 @@ def test_kept_and_constant_tensors_fill_theirs(shape: tuple[int, ...]) -> None:
 
 
 def test_transposed_convolutions_come_whole() -> None:
-    encoded = fp.QSPCA(4, 3, tile=8).encode(seeded(8, 3, 3, 3), 2)
+    encoded = fp.QSPCA(4, 3, tile=8).encode(Weight(seeded(8, 3, 3, 3), 2))
     assert pieces(encoded.kind, encoded.shape, 2, part_shapes(encoded)) == []
     weight = torch.empty(encoded.shape)
     decode_into(encoded, weight)
@@ -97,7 +98,7 @@ def test_transposed_convolutions_come_whole() -> None:
 
 
 def test_an_index_beyond_its_table_is_refused_before_anything_is_written() -> None:
-    encoded = fp.methods.VQ(8, tile=4, iterations=1).encode(seeded(16, 16))
+    encoded = fp.methods.VQ(8, tile=4, iterations=1).encode(Weight(seeded(16, 16)))
     encoded.parts["codebook"].resize_(5, 4)
     weight = torch.zeros(encoded.shape)
     with pytest.raises(FormatError, match="indices"):

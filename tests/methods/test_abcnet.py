@@ -10,6 +10,7 @@ from factorpack.decoding import decode
 from factorpack.errors import PlanError
 from factorpack.methods import ABCNet
 from factorpack.size import fixed_bits, words
+from factorpack.weight import Weight
 from tests.helpers import assert_rounded, seeded
 
 BASES = range(1, 6)
@@ -32,7 +33,7 @@ def explicit(row: Tensor, bases: int) -> Tensor:
 @pytest.mark.parametrize("bases", BASES)
 def test_levels_are_the_sums_of_the_signs(weight: Tensor, bases: int) -> None:
     expected = explicit(weight.flatten(), bases).reshape(weight.shape)
-    encoded = ABCNet(bases).encode(weight)
+    encoded = ABCNet(bases).encode(Weight(weight))
     assert encoded.parts["levels"].shape == (1, bases + 1)
     assert_rounded(decode(encoded), expected)
     assert len(decode(encoded).unique()) == len(expected.unique())
@@ -40,7 +41,7 @@ def test_levels_are_the_sums_of_the_signs(weight: Tensor, bases: int) -> None:
 
 @pytest.mark.parametrize("bases", BASES)
 def test_channels_have_sums_of_their_own(bases: int) -> None:
-    encoded = ABCNet(bases, channels=True).encode(SKEWED)
+    encoded = ABCNet(bases, channels=True).encode(Weight(SKEWED))
     assert encoded.parts["levels"].shape == (7, bases + 1)
     assert_rounded(decode(encoded), torch.stack([explicit(row, bases) for row in SKEWED]))
 
@@ -48,12 +49,12 @@ def test_channels_have_sums_of_their_own(bases: int) -> None:
 def test_one_basis_is_the_mean_size_of_a_centred_weight() -> None:
     """For M = 1 regression on signs gives mean|w|, where the mean is zero."""
     weight = torch.cat([WEIGHT, -WEIGHT])
-    assert_rounded(decode(ABCNet(1).encode(weight)), weight.sign() * weight.abs().mean())
+    assert_rounded(decode(ABCNet(1).encode(Weight(weight))), weight.sign() * weight.abs().mean())
 
 
 @pytest.mark.parametrize(("bases", "width"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3)])
 def test_it_packs_tighter_than_a_bit_a_basis(bases: int, width: int) -> None:
-    encoded = ABCNet(bases).encode(WEIGHT)
+    encoded = ABCNet(bases).encode(Weight(WEIGHT))
     assert encoded.bits == {"codes": width}
     assert fixed_bits(encoded)["latent"] == 420 * width
     assert fixed_bits(encoded)["scales"] == 16 * (bases + 1)
@@ -61,7 +62,7 @@ def test_it_packs_tighter_than_a_bit_a_basis(bases: int, width: int) -> None:
 
 
 def test_equal_weights_have_one_level() -> None:
-    assert_rounded(decode(ABCNet(3).encode(torch.full((3, 4), 0.7))), torch.full((3, 4), 0.7))
+    assert_rounded(decode(ABCNet(3).encode(Weight(torch.full((3, 4), 0.7)))), torch.full((3, 4), 0.7))
 
 
 @pytest.mark.parametrize("bases", [0, 6])

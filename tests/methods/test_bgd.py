@@ -11,6 +11,7 @@ from factorpack.decoding import decode
 from factorpack.errors import PlanError
 from factorpack.record import Encoded, LayerMoments, LayerSample
 from factorpack.solve.moments import MomentsOf, unfolded
+from factorpack.weight import Weight
 from tests.helpers import assert_same_encoded, relative_error, seeded
 
 
@@ -54,21 +55,24 @@ def test_it_keeps_the_output_closer_than_k_means(case: str) -> None:
     weight = seeded(*layer.weight.shape)
     layer.weight.data.copy_(weight)
     moments = moments_of(layer, inputs)
-    plain = fp.methods.VQ(16).encode(weight)
+    plain = fp.methods.VQ(16).encode(Weight(weight))
     errors = {
-        gram: output_error(layer, inputs, fp.methods.BGD(16, gram=gram).encode(weight, 0, moments))
+        gram: output_error(layer, inputs, fp.methods.BGD(16, gram=gram).encode(Weight(weight, 0, moments)))
         for gram in ("blocks", "shared")
     }
     assert errors["blocks"] < errors["shared"]
     assert errors["blocks"] < output_error(layer, inputs, plain)
-    assert fp.methods.BGD(16).encode(weight, 0, moments).note == plain.note == ""
+    assert fp.methods.BGD(16).encode(Weight(weight, 0, moments)).note == plain.note == ""
 
 
 def test_white_inputs_make_it_k_means() -> None:
     """Up to where the two start: both end at codewords that are means."""
     weight, eye = seeded(96, 64), torch.eye(64)[None]
     moments = LayerMoments(eye, torch.zeros(1, 64), None, torch.zeros(1, 64))
-    fitted, plain = fp.methods.BGD(16).encode(weight, 0, moments), fp.methods.VQ(16).encode(weight)
+    fitted, plain = (
+        fp.methods.BGD(16).encode(Weight(weight, 0, moments)),
+        fp.methods.VQ(16).encode(Weight(weight)),
+    )
     errors = [relative_error(decode(each), weight) for each in (fitted, plain)]
     assert errors[0] == pytest.approx(errors[1], rel=0.03)
 
@@ -76,14 +80,16 @@ def test_white_inputs_make_it_k_means() -> None:
 def test_without_data_it_is_k_means_and_says_so() -> None:
     weight = seeded(48, 64)
     assert_same_encoded(
-        fp.methods.BGD(16, seed=2, iterations=7).encode(weight),
-        fp.methods.VQ(16, seed=2, iterations=7).encode(weight).noted("plain k-means: no calibration data"),
+        fp.methods.BGD(16, seed=2, iterations=7).encode(Weight(weight)),
+        fp.methods.VQ(16, seed=2, iterations=7)
+        .encode(Weight(weight))
+        .noted("plain k-means: no calibration data"),
     )
 
 
 def test_tiles_that_do_not_divide_a_filter_have_no_block_of_inputs() -> None:
     weight = seeded(48, 10)
-    encoded = fp.methods.BGD(8).encode(weight, 0, moments_of(nn.Linear(10, 48), seeded(50, 10)))
+    encoded = fp.methods.BGD(8).encode(Weight(weight, 0, moments_of(nn.Linear(10, 48), seeded(50, 10))))
     assert encoded.note == "plain k-means: 4 does not divide a filter"
     assert encoded.kind == "codewords"
 
@@ -91,7 +97,7 @@ def test_tiles_that_do_not_divide_a_filter_have_no_block_of_inputs() -> None:
 def test_a_sample_in_the_place_of_moments() -> None:
     sample = LayerSample(seeded(4, 8), seeded(4, 6), lambda weight, inputs: inputs @ weight.T)
     with pytest.raises(PlanError, match="BGD takes moments of a layer's inputs, not a sample of them"):
-        fp.methods.BGD(8).encode(seeded(6, 8), 0, sample)
+        fp.methods.BGD(8).encode(Weight(seeded(6, 8), 0, sample))
 
 
 class Net(nn.Module):

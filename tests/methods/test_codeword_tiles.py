@@ -15,7 +15,7 @@ from factorpack.format.streams import estimated_part_bytes
 from factorpack.methods import AQ, BGD, METHODS, PQF, VQ, Method, from_fields
 from factorpack.methods.codeword_tiles import Tiles, cut, tile_of
 from factorpack.quantize.uniform import storable_values
-from factorpack.record import Encoded
+from factorpack.weight import Weight
 from tests.helpers import assert_same_encoded, assert_same_tensor, relative_error, seeded
 
 EACH: tuple[type[VQ | BGD | PQF | AQ], ...] = (VQ, BGD, PQF, AQ)
@@ -41,14 +41,15 @@ def quick(method: type[VQ | BGD | PQF | AQ], codewords: int = 16, **settings: in
     ],
 )
 def test_tiles_are_the_papers(shape: tuple[int, ...], groups: int, small: int, large: int) -> None:
-    assert tile_of(shape, groups) == small
-    assert tile_of(shape, groups, "large") == large
+    filter_size = Weight(torch.zeros(shape), groups).filter_size
+    assert tile_of(shape, filter_size=filter_size) == small
+    assert tile_of(shape, "large", filter_size) == large
 
 
 @pytest.mark.parametrize("method", EACH)
 def test_parts(method: type[VQ | BGD | PQF | AQ]) -> None:
     weight = 0.05 * seeded(32, 16, 3, 3)
-    encoded = quick(method, 20).encode(weight)
+    encoded = quick(method, 20).encode(Weight(weight))
     stages = 2 if method is AQ else 1
     assert (encoded.kind, encoded.bits) == ("codewords", {"indices": 5})
     assert encoded.parts["codebook"].shape == (20 * stages, 9)
@@ -66,7 +67,7 @@ def test_what_is_encoded_decodes_to_the_codewords_it_was_given(
     points = torch.zeros(number, size)
     books = torch.randint(-100, 100, (stages, count, size), generator=generator).half()
     indices = torch.randint(count, (stages, number), generator=generator)
-    tiles = Tiles(Encoded("codewords", (number, size), torch.float32, {}), points, 1.0, count)
+    tiles = Tiles(Weight(torch.zeros(number, size)), "", points, 1.0, count)
     encoded = tiles.encoded(books, indices)
     check(encoded.kind, encoded.shape, encoded.dtype, 0, specs(encoded))
     expected = sum(book[index].float() for book, index in zip(books, indices, strict=True))
@@ -77,7 +78,7 @@ def test_codewords_used_more_often_have_smaller_codes() -> None:
     counts = torch.tensor([3, 50, 7, 1, 9])
     indices = torch.arange(5).repeat_interleave(counts)[None]
     points = torch.zeros(70, 2)
-    tiles = Tiles(Encoded("codewords", (70, 2), torch.float32, {}), points, 1.0, 5)
+    tiles = Tiles(Weight(torch.zeros(70, 2)), "", points, 1.0, 5)
     encoded = tiles.encoded(torch.arange(10.0).reshape(1, 5, 2).half(), indices)
     codes = encoded.parts["indices"][0]
     assert [int((codes == code).sum()) for code in (0, -1, -2, -3, -4)] == [50, 9, 7, 3, 1]
@@ -85,7 +86,7 @@ def test_codewords_used_more_often_have_smaller_codes() -> None:
 
 
 def test_the_order_of_use_makes_the_stream_shorter() -> None:
-    encoded = VQ(64, iterations=5).encode(seeded(64, 64, 3, 3).pow(3))
+    encoded = VQ(64, iterations=5).encode(Weight(seeded(64, 64, 3, 3).pow(3)))
     codes, bits = encoded.parts["indices"], encoded.bits["indices"]
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     mixed = (order[codeword_indices(encoded).long()] - 32).to(codes.dtype)
@@ -95,7 +96,7 @@ def test_the_order_of_use_makes_the_stream_shorter() -> None:
 @pytest.mark.parametrize("method", EACH)
 def test_there_are_at_most_a_quarter_as_many_codewords_as_tiles(method: type[VQ | BGD | PQF | AQ]) -> None:
     stages = 2 if method is AQ else 1
-    encoded = quick(method, 256, tile=9).encode(seeded(16, 9, 3, 3))
+    encoded = quick(method, 256, tile=9).encode(Weight(seeded(16, 9, 3, 3)))
     assert encoded.parts["codebook"].shape == (36, 9)
     assert f"{36 // stages} codewords, not 256: there are only 144 tiles" in encoded.note
 
@@ -105,7 +106,7 @@ def test_there_are_at_most_a_quarter_as_many_codewords_as_tiles(method: type[VQ 
 def test_a_weight_too_small_for_codewords_gets_8_bits(
     method: type[VQ | BGD | PQF | AQ], shape: tuple[int, ...]
 ) -> None:
-    encoded = quick(method).encode(seeded(*shape))
+    encoded = quick(method).encode(Weight(seeded(*shape)))
     assert (encoded.kind, encoded.bits) == ("scalar", {"codes": 8})
     assert "codewords of" in encoded.note
     assert "would not be smaller" in encoded.note
@@ -117,14 +118,14 @@ def test_as_many_tiles_as_there_are_codewords_to_find_are_exact(method: type[VQ 
     tiles = seeded(8, 4).half().float()
     which = torch.randint(8, (400,), generator=torch.Generator().manual_seed(0))
     weight = tiles[which].reshape(40, 40)
-    error = relative_error(decode(quick(method, 8).encode(weight)), weight)
+    error = relative_error(decode(quick(method, 8).encode(Weight(weight))), weight)
     assert error <= torch.finfo(torch.float16).eps * (10 if method is AQ else 0)
 
 
 @pytest.mark.parametrize("method", EACH)
 def test_a_seed_is_another_start(method: type[VQ | BGD | PQF | AQ]) -> None:
     weight = seeded(32, 32, 3, 3)
-    one, again, other = (quick(method, seed=seed).encode(weight) for seed in (0, 0, 1))
+    one, again, other = (quick(method, seed=seed).encode(Weight(weight)) for seed in (0, 0, 1))
     assert_same_encoded(one, again)
     assert not torch.equal(one.parts["codebook"], other.parts["codebook"])
 
@@ -132,7 +133,7 @@ def test_a_seed_is_another_start(method: type[VQ | BGD | PQF | AQ]) -> None:
 def test_the_global_generator_is_left_alone() -> None:
     state = torch.random.get_rng_state()
     for method in EACH:
-        quick(method).encode(seeded(32, 16))
+        quick(method).encode(Weight(seeded(32, 16)))
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -140,7 +141,7 @@ def test_a_random_weight_s_error_is_near_the_distortion_bound() -> None:
     """White Gaussian tiles of 4 at 8 bits: 2^-2R of the variance at R = 2 is no quantizer's to beat."""
     weight = seeded(256, 256)
     for method in (VQ(), PQF(iterations=20)):
-        error = relative_error(decode(method.encode(weight)), weight)
+        error = relative_error(decode(method.encode(Weight(weight))), weight)
         assert 2.0**-2 < error < 1.45 * 2.0**-2
 
 
@@ -205,7 +206,7 @@ def test_values_are_stored_in_fp16_where_it_holds_them(values: torch.Tensor, dty
 
 def test_the_unit_is_a_power_of_two() -> None:
     for scale in (1e-20, 1.0, 3e7):
-        tiles = cut(scale * seeded(32, 16), 0, 4, 8)
+        tiles = cut(Weight(scale * seeded(32, 16)), 4, 8)
         assert isinstance(tiles, Tiles)
         assert torch.tensor(tiles.unit).log2().frac() == 0
         assert 0.5 <= tiles.points.abs().max() < 1

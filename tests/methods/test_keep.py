@@ -12,6 +12,7 @@ from factorpack.decoding import decode
 from factorpack.errors import PlanError, WeightError
 from factorpack.methods import Keep
 from factorpack.record import DTYPES
+from factorpack.weight import Weight
 from tests.helpers import assert_same_tensor, seeded
 
 
@@ -23,22 +24,22 @@ def values(dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("shape", [(3, 5), (15,), (1, 3, 5)])
 def test_every_type_is_kept_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = values(dtype).reshape(shape)
-    assert_same_tensor(decode(Keep().encode(tensor)), tensor)
+    assert_same_tensor(decode(Keep().encode(Weight(tensor))), tensor)
 
 
 @pytest.mark.parametrize("tensor", [torch.tensor(3.0), torch.empty(0), torch.empty(4, 0, 2), torch.tensor(7)])
 def test_single_numbers_and_empty_tensors(tensor: Tensor) -> None:
-    assert_same_tensor(decode(Keep().encode(tensor)), tensor)
+    assert_same_tensor(decode(Keep().encode(Weight(tensor))), tensor)
 
 
 def test_nan_infinity_and_signed_zero_are_kept() -> None:
     tensor = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0])
-    assert_same_tensor(decode(Keep().encode(tensor)), tensor)
+    assert_same_tensor(decode(Keep().encode(Weight(tensor))), tensor)
 
 
 def test_views_are_stored_as_they_read() -> None:
     tensor = seeded(4, 6)[:, ::2].T
-    encoded = Keep().encode(tensor)
+    encoded = Keep().encode(Weight(tensor))
     assert encoded.parts["values"].is_contiguous()
     assert_same_tensor(decode(encoded), tensor)
 
@@ -49,7 +50,7 @@ def test_views_are_stored_as_they_read() -> None:
 @pytest.mark.parametrize("as_name", [True, False])
 def test_rounding_to_a_float_type(name: str, as_name: bool) -> None:
     tensor = values(torch.float32)
-    encoded = Keep(name if as_name else DTYPES[name]).encode(tensor)
+    encoded = Keep(name if as_name else DTYPES[name]).encode(Weight(tensor))
     assert encoded.parts["values"].dtype == DTYPES[name]
     assert_same_tensor(decode(encoded), tensor.to(DTYPES[name]).to(torch.float32))
 
@@ -57,7 +58,7 @@ def test_rounding_to_a_float_type(name: str, as_name: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64])
 def test_only_floats_are_rounded(dtype: torch.dtype) -> None:
     tensor = values(dtype)
-    assert_same_tensor(Keep("float16").encode(tensor).parts["values"], tensor)
+    assert_same_tensor(Keep("float16").encode(Weight(tensor)).parts["values"], tensor)
 
 
 @pytest.mark.parametrize(
@@ -73,18 +74,18 @@ def test_only_floats_are_rounded(dtype: torch.dtype) -> None:
 )
 def test_what_does_not_fit_is_refused(tensor: Tensor, dtype: str) -> None:
     with pytest.raises(WeightError, match=f"overflow torch.{dtype}"):
-        Keep(dtype).encode(tensor)
+        Keep(dtype).encode(Weight(tensor))
 
 
 def test_infinity_is_no_overflow() -> None:
     tensor = torch.tensor([torch.inf, 1.0, torch.nan])
-    assert str(decode(Keep("float16").encode(tensor)).tolist()) == "[inf, 1.0, nan]"
+    assert str(decode(Keep("float16").encode(Weight(tensor))).tolist()) == "[inf, 1.0, nan]"
 
 
 def test_neither_the_source_nor_a_decoded_tensor_is_shared() -> None:
     """Training on, on either side, must not change what has been packed."""
     source = torch.zeros(3)
-    encoded = Keep().encode(source)
+    encoded = Keep().encode(Weight(source))
     source += 1
     decode(encoded).add_(2)
     assert_same_tensor(decode(encoded), torch.zeros(3))
@@ -108,4 +109,4 @@ def test_impossible_settings(dtype: Any, message: str) -> None:
 
 def test_a_type_no_file_knows() -> None:
     with pytest.raises(WeightError, match=r"torch.uint16 cannot be stored, known are"):
-        Keep().encode(torch.zeros(3, dtype=torch.uint16))
+        Keep().encode(Weight(torch.zeros(3, dtype=torch.uint16)))

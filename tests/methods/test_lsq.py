@@ -12,6 +12,7 @@ from factorpack.decoding import decode
 from factorpack.errors import PlanError
 from factorpack.methods import LSQ
 from factorpack.tune.trainable import TrainableLevels, TrainableScalar
+from factorpack.weight import Weight
 from tests.helpers import assert_close, assert_rounded, seeded
 
 WEIGHT = seeded(5, 40)
@@ -23,7 +24,7 @@ def test_the_step_is_the_papers(bits: int, channels: bool) -> None:
     highest = 2 ** (bits - 1) - 1
     size = WEIGHT.abs().double()
     step = 2 * (size.mean(1, keepdim=True) if channels else size.mean()) / math.sqrt(highest)
-    encoded = LSQ(bits, channels).encode(WEIGHT)
+    encoded = LSQ(bits, channels).encode(Weight(WEIGHT))
     assert_rounded(encoded.parts["scale"], step.reshape(-1, 1))
     stored = encoded.parts["scale"].double()
     codes = (WEIGHT.double() / stored).round().clamp(-highest - 1, highest)
@@ -32,7 +33,7 @@ def test_the_step_is_the_papers(bits: int, channels: bool) -> None:
 
 @pytest.mark.parametrize("channels", [True, False])
 def test_one_bit_is_a_sign_and_the_mean_size(channels: bool) -> None:
-    encoded = LSQ(1, channels).encode(WEIGHT)
+    encoded = LSQ(1, channels).encode(Weight(WEIGHT))
     size = WEIGHT.abs().mean(1, keepdim=True) if channels else WEIGHT.abs().mean()
     assert encoded.bits == {"codes": 1}
     assert_rounded(decode(encoded), WEIGHT.sign() * size)
@@ -40,7 +41,7 @@ def test_one_bit_is_a_sign_and_the_mean_size(channels: bool) -> None:
 
 def test_the_mean_size_is_the_best_step_for_signs() -> None:
     weight = WEIGHT.double()
-    error = (decode(LSQ(1).encode(weight)) - weight).square().sum(1)
+    error = (decode(LSQ(1).encode(Weight(weight))) - weight).square().sum(1)
     for factor in (0.99, 1.01):
         other = weight.sign() * weight.abs().mean(1, keepdim=True) * factor
         assert ((other - weight).square().sum(1) > error).all()
@@ -57,7 +58,7 @@ def papers_step_gradient(numbers: Tensor, step: Tensor, bits: int, arriving: Ten
 
 def moved(bits: int) -> TrainableScalar:
     """Some way into training, when numbers are no longer their codes."""
-    trainable = TrainableScalar(LSQ(bits).encode(WEIGHT))
+    trainable = TrainableScalar(LSQ(bits).encode(Weight(WEIGHT)))
     with torch.no_grad():
         trainable.rows.numbers.add_(0.03 * seeded(5, 40, seed=1))
         trainable.rows.growth.add_(0.05 * seeded(5, 1, seed=2))
@@ -101,7 +102,7 @@ def test_adam_makes_the_papers_factor_moot() -> None:
 
 
 def test_one_bit_trains_too() -> None:
-    trainable = TrainableLevels(LSQ(1).encode(WEIGHT))
+    trainable = TrainableLevels(LSQ(1).encode(Weight(WEIGHT)))
     optimizer = torch.optim.Adam(trainable.parameters(), lr=3e-3)
     target = seeded(5, 40, seed=4)
     losses = []

@@ -16,6 +16,7 @@ from factorpack.methods import Prune
 from factorpack.quantize.uniform import fit_scale, from_codes, to_codes
 from factorpack.size import ITEMS, fixed_bits
 from factorpack.tune.trainable import TrainableScalar
+from factorpack.weight import Weight
 from tests.helpers import assert_same_tensor, seeded
 
 WEIGHT = seeded(12, 50, dtype=torch.float64)
@@ -23,7 +24,7 @@ WEIGHT = seeded(12, 50, dtype=torch.float64)
 
 @given(st.floats(0.0, 1.0, exclude_max=True), st.integers(2, 8))
 def test_the_smallest_share_is_zero_and_the_rest_is_rounded_to_nearest(sparsity: float, bits: int) -> None:
-    encoded = Prune(sparsity, bits).encode(WEIGHT)
+    encoded = Prune(sparsity, bits).encode(Weight(WEIGHT))
     gone = round(sparsity * WEIGHT.numel())
     order = WEIGHT.abs().flatten().argsort()
     pruned = WEIGHT.flatten().clone()
@@ -37,36 +38,36 @@ def test_the_smallest_share_is_zero_and_the_rest_is_rounded_to_nearest(sparsity:
 
 def test_what_is_lost_is_the_energy_of_the_smallest() -> None:
     """And, at eight bits, next to nothing else."""
-    lost = (decode(Prune(0.7).encode(WEIGHT)) - WEIGHT).square().sum()
+    lost = (decode(Prune(0.7).encode(Weight(WEIGHT))) - WEIGHT).square().sum()
     expected = WEIGHT.square().flatten().sort().values[:420].sum()
     assert expected <= lost <= 1.01 * expected
 
 
 def test_ties_are_cut_to_the_exact_count() -> None:
-    encoded = Prune(0.25).encode(torch.ones(4, 6))
+    encoded = Prune(0.25).encode(Weight(torch.ones(4, 6)))
     assert int(encoded.parts["codes"].count_nonzero()) == 18
 
 
 def test_a_share_and_not_a_threshold_a_channel() -> None:
     """A faint channel goes whole, and then has no scale."""
     weight = torch.cat([torch.full((1, 10), 1e-6), torch.ones(3, 10)])
-    encoded = Prune(0.25).encode(weight)
+    encoded = Prune(0.25).encode(Weight(weight))
     assert encoded.parts["scale"].flatten().tolist()[0] == 0.0
     assert decode(encoded)[0].eq(0).all()
     assert decode(encoded)[1:].ne(0).all()
 
 
 def test_its_fixed_width_is_a_mask_and_the_codes_that_are_left() -> None:
-    encoded = Prune(0.9, 8).encode(WEIGHT)
+    encoded = Prune(0.9, 8).encode(Weight(WEIGHT))
     left = int(encoded.parts["codes"].count_nonzero())
     expected = dict.fromkeys(ITEMS, 0) | {"mask": 600, "latent": 8 * left, "scales": 12 * 16}
     assert left <= 60
     assert fixed_bits(encoded) == expected
-    assert fixed_bits(Prune(0.1, 8).encode(WEIGHT))["mask"] == 0  # would cost 600 bits to save 480
+    assert fixed_bits(Prune(0.1, 8).encode(Weight(WEIGHT)))["mask"] == 0  # would cost 600 bits to save 480
 
 
 def test_zeros_stay_zero_in_training() -> None:
-    encoded = Prune(0.5, 4).encode(WEIGHT)
+    encoded = Prune(0.5, 4).encode(Weight(WEIGHT))
     zeros = encoded.parts["codes"] == 0
     trainable = TrainableScalar(encoded)
     with torch.no_grad():
@@ -85,7 +86,7 @@ def test_fine_codes_train_as_fast_as_coarse_ones() -> None:
     """What is left must make up for what is gone, and 8-bit codes are 16 times closer together."""
     moves = []
     for bits in (4, 8):
-        trainable = TrainableScalar(Prune(0.5, bits).encode(WEIGHT.float()))
+        trainable = TrainableScalar(Prune(0.5, bits).encode(Weight(WEIGHT.float())))
         before = trainable().detach()
         optimizer = torch.optim.Adam(trainable.parameters(), lr=3e-3)
         for _ in range(20):
@@ -97,10 +98,10 @@ def test_fine_codes_train_as_fast_as_coarse_ones() -> None:
 
 
 def test_nothing_pruned_may_leave_zero() -> None:
-    encoded = Prune(0.0, 2).encode(WEIGHT)
+    encoded = Prune(0.0, 2).encode(Weight(WEIGHT))
     assert encoded.extra_zeros == 0
     assert TrainableScalar(encoded).rows.mask is None
-    assert torch.equal(encoded.parts["codes"], fp.Scalar(2).encode(WEIGHT).parts["codes"])
+    assert torch.equal(encoded.parts["codes"], fp.Scalar(2).encode(Weight(WEIGHT)).parts["codes"])
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from factorpack.methods import QSPCA
 from factorpack.quantize.uniform import from_codes
 from factorpack.record import Encoded
 from factorpack.tiles import tile_count, to_tiles
+from factorpack.weight import Weight
 from tests.helpers import assert_close, relative_error, seeded, shared_weights, tolerance
 
 WEIGHT = seeded(64, 8, 3, 3)  # 4608 numbers: 288 tiles of 16
@@ -43,7 +44,7 @@ def half_steps(scale: Tensor, count: int) -> float:
 @pytest.mark.parametrize("rank", [1, 4, 8, 13])
 def test_fine_quantizers_approach_the_best_factors_of_this_rank(rank: int) -> None:
     """Between PCA's error, which no factors of this rank beat, and it plus all that rounding can add."""
-    encoded = QSPCA(rank, 8, codebook_bits=8, tile=16, clip="minmax").encode(WEIGHT)
+    encoded = QSPCA(rank, 8, codebook_bits=8, tile=16, clip="minmax").encode(Weight(WEIGHT))
     codebook, latent = factors_of(encoded)
     matrix = centred(WEIGHT, 16)
     singular = torch.linalg.svdvals(matrix)
@@ -60,7 +61,7 @@ def test_fine_quantizers_approach_the_best_factors_of_this_rank(rank: int) -> No
 
 def test_finer_quantizers_come_closer() -> None:
     errors = [
-        relative_error(decode(QSPCA(8, bits, codebook_bits=bits, tile=16).encode(WEIGHT)), WEIGHT)
+        relative_error(decode(QSPCA(8, bits, codebook_bits=bits, tile=16).encode(Weight(WEIGHT))), WEIGHT)
         for bits in range(2, 9)
     ]
     assert errors == sorted(errors, reverse=True)
@@ -70,7 +71,7 @@ def test_finer_quantizers_come_closer() -> None:
 def test_full_rank_leaves_only_the_rounding_of_the_latent(bits: int) -> None:
     """The codebook is square, so the latent absorbs every error of the codebook."""
     weight = seeded(128, 128)
-    encoded = QSPCA(16, bits, tile=16, clip="minmax").encode(weight)
+    encoded = QSPCA(16, bits, tile=16, clip="minmax").encode(Weight(weight))
     assert encoded.kind == "factors"
     codebook, latent = factors_of(encoded)
     allowed = torch.linalg.svdvals(codebook)[0].item() * half_steps(
@@ -91,28 +92,31 @@ class TestOnTrainedWeights:
 
     def test_more_rank_is_better(self, layer: str) -> None:
         weight = self.weight(layer)
-        errors = [relative_error(decode(QSPCA(rank, 5).encode(weight)), weight) for rank in (16, 32, 64, 128)]
+        errors = [
+            relative_error(decode(QSPCA(rank, 5).encode(Weight(weight))), weight)
+            for rank in (16, 32, 64, 128)
+        ]
         assert errors == sorted(errors, reverse=True)
 
     @pytest.mark.parametrize("codebook_bits", [3, 6])
     def test_more_latent_bits_are_better(self, layer: str, codebook_bits: int) -> None:
         weight = self.weight(layer)
         methods = [QSPCA(64, bits, codebook_bits=codebook_bits) for bits in (2, 3, 4, 6, 8)]
-        errors = [relative_error(decode(method.encode(weight)), weight) for method in methods]
+        errors = [relative_error(decode(method.encode(Weight(weight))), weight) for method in methods]
         assert errors == sorted(errors, reverse=True)
 
     def test_less_sparsity_is_better(self, layer: str) -> None:
         weight = self.weight(layer)
         methods = [QSPCA(64, 4, sparsity=share) for share in (0.6, 0.4, 0.2, 0.0)]
-        errors = [relative_error(decode(method.encode(weight)), weight) for method in methods]
+        errors = [relative_error(decode(method.encode(Weight(weight))), weight) for method in methods]
         assert errors == sorted(errors, reverse=True)
 
 
 @pytest.mark.parametrize("scales", ["row", "column"])
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.35, 0.99])
 def test_sparsity_is_counted_exactly(scales: Any, share: float) -> None:
-    dense = QSPCA(8, 4, tile=16, latent_scales=scales).encode(WEIGHT)
-    sparse = QSPCA(8, 4, tile=16, latent_scales=scales, sparsity=share).encode(WEIGHT)
+    dense = QSPCA(8, 4, tile=16, latent_scales=scales).encode(Weight(WEIGHT))
+    sparse = QSPCA(8, 4, tile=16, latent_scales=scales, sparsity=share).encode(Weight(WEIGHT))
     before, after = dense.parts["latent"], sparse.parts["latent"]
     asked = min(round(share * before.numel()), int(before.count_nonzero()))
     assert dense.extra_zeros == 0
@@ -125,7 +129,7 @@ def test_sparsity_is_counted_exactly(scales: Any, share: float) -> None:
 
 @pytest.mark.parametrize("scales", ["row", "column"])
 def test_scales_lie_along_the_rows_or_columns_of_the_latent(scales: Any) -> None:
-    encoded = QSPCA(8, 8, tile=16, latent_scales=scales, clip="minmax").encode(WEIGHT)
+    encoded = QSPCA(8, 8, tile=16, latent_scales=scales, clip="minmax").encode(Weight(WEIGHT))
     codes, scale = encoded.parts["latent"].int(), encoded.parts["latent_scale"]
     along = 1 if scales == "row" else 0
     assert scale.shape == ((8, 1) if scales == "row" else (1, 288))
@@ -136,14 +140,16 @@ def test_scales_lie_along_the_rows_or_columns_of_the_latent(scales: Any) -> None
 def test_columns_of_very_different_size_want_column_scales() -> None:
     weight = seeded(64, 128) * torch.logspace(-3, 0, 64)[:, None]
     errors = {
-        scales: (decode(QSPCA(16, 4, tile=16, latent_scales=scales).encode(weight))[:32] - weight[:32]).norm()
+        scales: (
+            decode(QSPCA(16, 4, tile=16, latent_scales=scales).encode(Weight(weight)))[:32] - weight[:32]
+        ).norm()
         for scales in ("row", "column")
     }
     assert errors["column"] < errors["row"]
 
 
 def test_the_mean_is_each_rows_mean_over_all_tiles() -> None:
-    encoded = QSPCA(4, 4, tile=16).encode(WEIGHT)
+    encoded = QSPCA(4, 4, tile=16).encode(Weight(WEIGHT))
     assert encoded.parts["mean"].dtype == torch.float32
     assert_close(encoded.parts["mean"], to_tiles(WEIGHT.double(), 16).mean(1, keepdim=True))
 
@@ -151,10 +157,10 @@ def test_the_mean_is_each_rows_mean_over_all_tiles() -> None:
 def test_centring_takes_a_shared_tile_out_exactly() -> None:
     shared = seeded(16, 1).repeat(1, 288) * 100
     weight = (to_tiles(WEIGHT, 16) + shared).T.reshape(WEIGHT.shape)
-    centred_too = QSPCA(4, 4, tile=16).encode(weight)
-    plain = QSPCA(4, 4, tile=16, center=False).encode(weight)
+    centred_too = QSPCA(4, 4, tile=16).encode(Weight(weight))
+    plain = QSPCA(4, 4, tile=16, center=False).encode(Weight(weight))
     assert "mean" not in plain.parts
-    alone = QSPCA(4, 4, tile=16).encode(WEIGHT)
+    alone = QSPCA(4, 4, tile=16).encode(Weight(WEIGHT))
     assert (decode(centred_too) - weight).norm() < (decode(plain) - weight).norm()
     assert (
         relative_error(decode(centred_too) - weight, decode(alone) - WEIGHT) < tolerance(torch.float32) * 100
@@ -162,19 +168,21 @@ def test_centring_takes_a_shared_tile_out_exactly() -> None:
 
 
 def test_without_centring_zero_weights_decode_to_zero() -> None:
-    encoded = QSPCA(4, 4, tile=16, center=False).encode(torch.zeros(64, 64))
+    encoded = QSPCA(4, 4, tile=16, center=False).encode(Weight(torch.zeros(64, 64)))
     assert decode(encoded).eq(0).all()
 
 
 def test_tiles_that_do_not_divide_the_weight() -> None:
     weight = seeded(61, 67)
-    errors = [relative_error(decode(QSPCA(rank, 6, tile=32).encode(weight)), weight) for rank in (8, 16, 32)]
+    errors = [
+        relative_error(decode(QSPCA(rank, 6, tile=32).encode(Weight(weight))), weight) for rank in (8, 16, 32)
+    ]
     assert errors == sorted(errors, reverse=True)
 
 
 def test_weights_near_the_limit_of_fp32_have_a_mean() -> None:
     weight = torch.full((128, 128), 9e35)
-    assert torch.equal(decode(QSPCA(4, 4, tile=16).encode(weight)), weight)
+    assert torch.equal(decode(QSPCA(4, 4, tile=16).encode(Weight(weight))), weight)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +220,7 @@ def test_which_tile_and_rank_a_weight_gets(method: QSPCA, numel: int, expected: 
 @pytest.mark.parametrize("method", [QSPCA(128, 3), QSPCA(5, 8), QSPCA(16, 2, tile=16), QSPCA(7, 3, tile=33)])
 def test_factors_always_keep_the_papers_order_of_sizes(method: QSPCA, numel: int) -> None:
     """rank <= tile <= number of tiles, and smaller than eight bits a weight by the real parts' sizes."""
-    encoded = method.encode(seeded(numel, 1))
+    encoded = method.encode(Weight(seeded(numel, 1)))
     tile, rank = method.fit(numel)
     if encoded.kind == "scalar":
         assert (tile, rank) == (0, 0)

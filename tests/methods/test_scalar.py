@@ -11,6 +11,7 @@ from factorpack.decoding import decode
 from factorpack.errors import PlanError, WeightError
 from factorpack.methods import Scalar
 from factorpack.quantize.uniform import fit_scale, from_codes, to_codes
+from factorpack.weight import Weight
 from tests.helpers import assert_same_tensor, seeded
 
 
@@ -18,7 +19,7 @@ from tests.helpers import assert_same_tensor, seeded
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_rows_are_output_channels(shape: tuple[int, ...], bits: int) -> None:
     weight = seeded(*shape)
-    encoded = Scalar(bits).encode(weight)
+    encoded = Scalar(bits).encode(Weight(weight))
     rows = weight.reshape(shape[0], -1)
     scale = fit_scale(rows, bits)
     assert_same_tensor(encoded.parts["scale"], scale)
@@ -30,7 +31,7 @@ def test_transposed_weights_have_a_scale_an_output_channel(groups: int) -> None:
     """A loud output channel must not coarsen the others."""
     weight = seeded(4, 3, 2, 2)
     weight[:2, 1] *= 1000.0  # output 1 of the first group; of the only group, half of its inputs
-    encoded = Scalar(8, clip="minmax").encode(weight, groups)
+    encoded = Scalar(8, clip="minmax").encode(Weight(weight, groups))
     assert encoded.parts["scale"].shape == (3 * groups, 1)
     loud = encoded.parts["scale"].flatten() > 1.0
     assert loud.nonzero().flatten().tolist() == [1]
@@ -39,7 +40,7 @@ def test_transposed_weights_have_a_scale_an_output_channel(groups: int) -> None:
 
 def test_a_single_number_has_no_channel() -> None:
     with pytest.raises(PlanError, match="no channels"):
-        Scalar().encode(torch.tensor(1.0))
+        Scalar().encode(Weight(torch.tensor(1.0)))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_a_single_number_has_no_channel() -> None:
 )
 def test_weights_no_code_can_stand_for(weight: torch.Tensor, message: str) -> None:
     with pytest.raises(WeightError, match=message):
-        Scalar().encode(weight)
+        Scalar().encode(Weight(weight))
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from factorpack.decoding import decode
 from factorpack.errors import PlanError, WeightError
 from factorpack.format.streams import coded_bytes
 from factorpack.methods import METHODS, from_fields
-from factorpack.methods.protocol import rows_of
 from factorpack.quantize.uniform import fit_scale, storable
 from factorpack.record import Encoded, LayerMoments, LayerSample
 from factorpack.solve.moments import MomentsOf, unfolded
+from factorpack.weight import Weight
 from tests.helpers import assert_close, assert_same_encoded, assert_same_tensor, relative_error, seeded
 
 
@@ -69,8 +69,8 @@ def test_outputs_are_closer_than_rounding_to_nearest_leaves_them(case: str, bits
     make, shape = LAYERS[case]
     layer, inputs = seeded_layer(make()), correlated(*shape)
     weight = layer.weight.detach()
-    encoded = fp.SecondOrder(bits=bits).encode(weight, 0, moments_of(layer, inputs))
-    plain = fp.Scalar(bits).encode(weight)
+    encoded = fp.SecondOrder(bits=bits).encode(Weight(weight, 0, moments_of(layer, inputs)))
+    plain = fp.Scalar(bits).encode(Weight(weight))
     assert encoded.bits == plain.bits == {"codes": bits}
     assert_same_tensor(encoded.parts["scale"], plain.parts["scale"])
     assert output_error(layer, encoded, inputs) < 0.9 * output_error(layer, plain, inputs)
@@ -84,15 +84,15 @@ def test_one_step_keeps_outputs_better_than_weights_alone_tell(case: str, tile: 
     layer, inputs = seeded_layer(make()), correlated(*shape)
     weight = layer.weight.detach()
     method = fp.SecondOrder(step=0.5, tile=tile, price=0.0)
-    encoded = method.encode(weight, 0, moments_of(layer, inputs))
-    alone = method.encode(weight)
+    encoded = method.encode(Weight(weight, 0, moments_of(layer, inputs)))
+    alone = method.encode(Weight(weight))
     assert encoded.kind == ("scalar" if tile == 1 else "factors")
     assert output_error(layer, encoded, inputs) < 0.8 * output_error(layer, alone, inputs)
 
 
 def test_the_step_is_the_one_asked_for() -> None:
     weight = seeded(10, 16)
-    encoded = fp.SecondOrder(step=0.1, price=0.0).encode(weight)
+    encoded = fp.SecondOrder(step=0.1, price=0.0).encode(Weight(weight))
     step = storable(torch.tensor([[0.1]]))
     assert_same_tensor(encoded.parts["scale"], step)
     assert torch.equal(encoded.parts["codes"].float(), (weight / step.float()).round())
@@ -100,13 +100,13 @@ def test_the_step_is_the_one_asked_for() -> None:
 
 def test_without_moments_fixed_width_is_rounding_to_nearest() -> None:
     weight = seeded(10, 4, 3, 3)
-    assert_same_encoded(fp.SecondOrder(bits=4).encode(weight), fp.Scalar(4).encode(weight))
+    assert_same_encoded(fp.SecondOrder(bits=4).encode(Weight(weight)), fp.Scalar(4).encode(Weight(weight)))
 
 
 def test_codes_are_as_wide_as_they_come_out() -> None:
     weight = seeded(10, 16)
     for step, dtype in ((0.5, torch.int8), (0.001, torch.int16)):
-        encoded = fp.SecondOrder(step=step, price=0.0).encode(weight)
+        encoded = fp.SecondOrder(step=step, price=0.0).encode(Weight(weight))
         largest = int(encoded.parts["codes"].abs().max())
         assert encoded.bits["codes"] == largest.bit_length() + 1
         assert encoded.parts["codes"].dtype == dtype
@@ -118,7 +118,7 @@ def test_a_step_too_fine_for_any_code_is_an_error() -> None:
     with pytest.raises(
         PlanError, match=r"at step 1e-06 codes go up to .*, expected a step at which 16 bits do"
     ):
-        fp.SecondOrder(step=1e-6).encode(seeded(10, 16))
+        fp.SecondOrder(step=1e-6).encode(Weight(seeded(10, 16)))
 
 
 @pytest.mark.parametrize("tile", [1, 4, 9])
@@ -126,15 +126,15 @@ def test_a_fine_step_gives_the_weight_back(tile: int) -> None:
     layer = seeded_layer(nn.Conv2d(4, 6, 3))
     weight = layer.weight.detach()
     moments = moments_of(layer, correlated(4, 4, 9, 9))
-    encoded = fp.SecondOrder(step=0.004, tile=tile).encode(weight, 0, moments)
+    encoded = fp.SecondOrder(step=0.004, tile=tile).encode(Weight(weight, 0, moments))
     assert relative_error(decode(encoded), weight) < 0.02
 
 
 def test_a_tile_that_does_not_divide_a_filter() -> None:
     weight = seeded(8, 10)
-    encoded = fp.SecondOrder(step=0.2, tile=4).encode(weight)
+    encoded = fp.SecondOrder(step=0.2, tile=4).encode(Weight(weight))
     assert encoded.note == "no basis: 4 does not divide the 10 weights of a filter"
-    plain = fp.SecondOrder(step=0.2).encode(weight)
+    plain = fp.SecondOrder(step=0.2).encode(Weight(weight))
     assert plain.note == ""
     assert torch.equal(decode(encoded), decode(plain))
 
@@ -144,9 +144,9 @@ def test_a_tile_that_does_not_divide_a_filter() -> None:
 def test_transposed_convolutions(groups: int, method: fp.SecondOrder) -> None:
     """Rows are output channels: a loud one does not coarsen the others."""
     weight = seeded(8, 6, 2, 2)
-    rows = rows_of(weight, groups)
+    rows = Weight(weight, groups).rows()
     assert rows.shape == (6 * groups, 8 // groups * 4)
-    encoded = method.encode(weight, groups)
+    encoded = method.encode(Weight(weight, groups))
     assert encoded.transposed_groups == groups
     assert relative_error(decode(encoded), weight) < 0.02
     if method.bits:
@@ -159,7 +159,7 @@ def test_other_types(dtype: torch.dtype) -> None:
     moments = moments_of(layer, correlated(300, 12))
     weight = layer.weight.detach().to(dtype)
     for method in (fp.SecondOrder(step=0.02), fp.SecondOrder(bits=8), fp.SecondOrder(step=0.02, tile=4)):
-        decoded = decode(method.encode(weight, 0, moments))
+        decoded = decode(method.encode(Weight(weight, 0, moments)))
         assert decoded.dtype == dtype
         assert relative_error(decoded, weight) < 0.03
 
@@ -172,8 +172,8 @@ def test_changed_inputs_are_made_up_for() -> None:
     inputs = original @ (torch.eye(12) + 0.1 * seeded(12, 12, seed=5))
     wanted = original @ weight.T
     method = fp.SecondOrder(step=0.05, damping=1e-4)
-    aware = decode(method.encode(weight, 0, moments_of(layer, inputs, original)))
-    blind = decode(method.encode(weight, 0, moments_of(layer, inputs)))
+    aware = decode(method.encode(Weight(weight, 0, moments_of(layer, inputs, original))))
+    blind = decode(method.encode(Weight(weight, 0, moments_of(layer, inputs))))
     assert relative_error(inputs @ aware.T, wanted) < 0.2 * relative_error(inputs @ blind.T, wanted)
 
 
@@ -217,8 +217,8 @@ def test_a_trellis_takes_fewer_bytes_at_the_same_output_error(states: int, tile:
     """Half a bit a weight is worth a factor of two in squared error."""
     layer, inputs = seeded_layer(nn.Conv2d(16, 128, 3)), correlated(4, 16, 12, 12)
     weight, moments = layer.weight.detach(), moments_of(layer, inputs)
-    plain = fp.SecondOrder(step=0.5, tile=tile).encode(weight, 0, moments)
-    path = fp.SecondOrder(step=0.5, tile=tile, trellis=states).encode(weight, 0, moments)
+    plain = fp.SecondOrder(step=0.5, tile=tile).encode(Weight(weight, 0, moments))
+    path = fp.SecondOrder(step=0.5, tile=tile, trellis=states).encode(Weight(weight, 0, moments))
     assert (plain.trellis, path.trellis) == (0, states)
     worse = output_error(layer, path, inputs) / output_error(layer, plain, inputs)
     fair = coded_bytes(plain) - math.log2(worse) * weight.numel() / 8
@@ -227,8 +227,8 @@ def test_a_trellis_takes_fewer_bytes_at_the_same_output_error(states: int, tile:
 
 @pytest.mark.parametrize("shape", [(1, 300), (2, 2), (15, 40)])
 def test_few_rows_have_plain_codes(shape: tuple[int, int]) -> None:
-    encoded = fp.SecondOrder(step=0.3, trellis=8).encode(seeded(*shape))
-    assert_same_encoded(encoded, fp.SecondOrder(step=0.3).encode(seeded(*shape)))
+    encoded = fp.SecondOrder(step=0.3, trellis=8).encode(Weight(seeded(*shape)))
+    assert_same_encoded(encoded, fp.SecondOrder(step=0.3).encode(Weight(seeded(*shape))))
 
 
 def test_settings_from_a_recipe() -> None:
@@ -239,18 +239,18 @@ def test_settings_from_a_recipe() -> None:
 def test_a_sample_is_not_what_it_takes() -> None:
     sample = LayerSample(seeded(2, 4), seeded(2, 3), lambda weight, values: values @ weight.T)
     with pytest.raises(PlanError, match="takes moments of a layer's inputs, not a sample"):
-        fp.SecondOrder(bits=4).encode(seeded(3, 4), 0, sample)
+        fp.SecondOrder(bits=4).encode(Weight(seeded(3, 4), 0, sample))
 
 
 @pytest.mark.parametrize("weight", [torch.tensor(1.0), seeded(5)])
 def test_vectors_have_no_inputs(weight: Tensor) -> None:
     with pytest.raises(PlanError, match="two dimensions or more"):
-        fp.SecondOrder(bits=4).encode(weight)
+        fp.SecondOrder(bits=4).encode(Weight(weight))
 
 
 def test_weights_no_code_can_stand_for() -> None:
     with pytest.raises(WeightError, match="1 of 4 weights are NaN or infinite"):
-        fp.SecondOrder(bits=4).encode(torch.tensor([[1.0, torch.nan], [1.0, 0.0]]))
+        fp.SecondOrder(bits=4).encode(Weight(torch.tensor([[1.0, torch.nan], [1.0, 0.0]])))
 
 
 # -- whole models ------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def test_layers_are_given_the_moments_they_should_be(sequential: bool) -> None:
         before.get_parameter(name).data.copy_(decode(packed[name]))
     moments = calibration.moments(["last"], net, before if sequential else None)["last"]
     assert (moments.cross is not None) == sequential
-    expected = method.encode(net.last.weight.detach(), 0, moments)
+    expected = method.encode(Weight(net.last.weight.detach(), 0, moments))
     assert torch.equal(packed["last.weight"].parts["codes"], expected.parts["codes"])
 
 
@@ -325,7 +325,7 @@ def test_moments_give_better_answers_than_none() -> None:
 def test_the_latents_of_a_kernel_s_basis_decode_by_hand() -> None:
     layer = seeded_layer(nn.Conv2d(4, 6, 3))
     encoded = fp.SecondOrder(step=0.1, tile=9).encode(
-        layer.weight.detach(), 0, moments_of(layer, correlated(4, 4, 9, 9))
+        Weight(layer.weight.detach(), 0, moments_of(layer, correlated(4, 4, 9, 9)))
     )
     parts = encoded.parts
     codebook = parts["codebook"].double() * parts["codebook_scale"].double()

@@ -10,6 +10,7 @@ from factorpack.decoding import decode
 from factorpack.errors import PlanError
 from factorpack.methods import TTQ
 from factorpack.tune.trainable import TrainableLevels
+from factorpack.weight import Weight
 from tests.helpers import assert_close, assert_rounded, seeded
 
 WEIGHT = seeded(6, 40) + 0.2
@@ -28,7 +29,7 @@ def by_the_paper(weight: Tensor, threshold: float) -> Tensor:
 
 @pytest.mark.parametrize("threshold", [0.0, 0.05, 0.3, 0.9])
 def test_the_weights_are_the_papers(threshold: float) -> None:
-    encoded = TTQ(threshold).encode(WEIGHT)
+    encoded = TTQ(threshold).encode(Weight(WEIGHT))
     assert encoded.parts["levels"].shape == (1, 3)
     assert_rounded(decode(encoded), by_the_paper(WEIGHT, threshold))
     assert set(encoded.parts["codes"].unique().tolist()) <= {-1, 0, 1}
@@ -36,19 +37,19 @@ def test_the_weights_are_the_papers(threshold: float) -> None:
 
 def test_channels_have_thresholds_and_levels_of_their_own() -> None:
     scaled = WEIGHT * torch.logspace(-2, 2, 6)[:, None]
-    encoded = TTQ(0.3, channels=True).encode(scaled)
+    encoded = TTQ(0.3, channels=True).encode(Weight(scaled))
     assert encoded.parts["levels"].shape == (6, 3)
     assert_rounded(decode(encoded), torch.stack([by_the_paper(row, 0.3) for row in scaled]))
 
 
 def test_weights_of_one_sign_have_one_level_that_is_used() -> None:
-    encoded = TTQ().encode(WEIGHT.abs() + 1.0)
+    encoded = TTQ().encode(Weight(WEIGHT.abs() + 1.0))
     assert encoded.parts["levels"][0, :2].tolist() == [0.0, 0.0]
     assert encoded.parts["codes"].eq(1).all()
 
 
 def test_means_are_the_best_levels_for_their_codes() -> None:
-    encoded = TTQ(0.2).encode(WEIGHT.double())
+    encoded = TTQ(0.2).encode(Weight(WEIGHT.double()))
     error = (decode(encoded) - WEIGHT.double()).square().sum()
     for index in (0, 2):
         for factor in (0.99, 1.01):
@@ -60,7 +61,7 @@ def test_means_are_the_best_levels_for_their_codes() -> None:
 
 def test_gradients_are_the_papers() -> None:
     """Of the scales, sums over their weights; of the weights, scaled by W_p, 1 and W_n (its equations 7, 8)."""
-    encoded = TTQ(0.3).encode(WEIGHT)
+    encoded = TTQ(0.3).encode(Weight(WEIGHT))
     trainable = TrainableLevels(encoded)
     arriving = seeded(6, 40, seed=1)
     trainable().backward(arriving)
@@ -76,7 +77,7 @@ def test_gradients_are_the_papers() -> None:
 
 
 def test_the_zero_level_stays_zero_and_weights_change_their_level() -> None:
-    encoded = TTQ(0.3).encode(WEIGHT)
+    encoded = TTQ(0.3).encode(Weight(WEIGHT))
     trainable = TrainableLevels(encoded)
     target = seeded(6, 40, seed=2)
     optimizer = torch.optim.Adam(trainable.parameters(), lr=3e-3)

@@ -19,6 +19,7 @@ from factorpack.onnx.writers import WRITERS, rebuild
 from factorpack.quantize.uniform import code_dtype, code_range
 from factorpack.record import Encoded
 from factorpack.size import fixed_bits
+from factorpack.weight import Weight
 from tests.contract.test_contract import SETTINGS
 from tests.helpers import assert_close, seeded
 from tests.onnx.graphs import FOLDED, PLAIN, run
@@ -58,7 +59,7 @@ def test_types_have_the_numbers_of_onnx() -> None:
 )
 def test_the_graph_gives_what_the_decoder_gives(method: object, shape: str) -> None:
     size, groups = SHAPES[shape]
-    encoded = method.encode(seeded(*size), groups, None)  # type: ignore[attr-defined]
+    encoded = method.encode(Weight(seeded(*size), groups, None))  # type: ignore[attr-defined]
     assert_close(rebuilt(encoded), decode(encoded).float())
 
 
@@ -69,7 +70,7 @@ def test_the_graph_gives_what_the_decoder_gives(method: object, shape: str) -> N
     ids=lambda method: type(method).__name__,
 )
 def test_with_constants_folded_and_in_other_opsets(method: object, opset: int) -> None:
-    encoded = method.encode(seeded(16, 6, 3, 3), 0, None)  # type: ignore[attr-defined]
+    encoded = method.encode(Weight(seeded(16, 6, 3, 3), 0, None))  # type: ignore[attr-defined]
     assert_close(rebuilt(encoded, FOLDED, opset), decode(encoded))
 
 
@@ -94,8 +95,8 @@ def test_other_types_are_rounded_and_clamped_as_the_decoder_does(dtype: torch.dt
 @pytest.mark.parametrize(
     "encoded",
     [
-        Keep("float16").encode(seeded(40)),
-        Keep("bfloat16").encode(seeded(40)),
+        Keep("float16").encode(Weight(seeded(40))),
+        Keep("bfloat16").encode(Weight(seeded(40))),
         constant(seeded(5, 3), 0.1),
         constant(seeded(40).half(), 0.1),
     ],
@@ -108,7 +109,7 @@ def test_values_and_constants_are_exact(encoded: Encoded) -> None:
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("opset", [18, 21])
 def test_codes_take_their_fixed_width(bits: int, opset: int) -> None:
-    encoded = Scalar(bits).encode(seeded(64, 256))
+    encoded = Scalar(bits).encode(Weight(seeded(64, 256)))
     sketch = Sketch(opset)
     rebuild(sketch, encoded, Type.FLOAT, "weight")
     stored = sum(len(each.data) for each in sketch.stored)

@@ -13,11 +13,11 @@ from factorpack.methods import Keep, Scalar
 from factorpack.planning.families import (
     DEFAULT_METHOD,
     FAMILIES,
-    asked,
     family,
     family_text,
     named_recipe,
     recognised,
+    resolve_rules,
 )
 from factorpack.planning.rules import Rules, is_depthwise, not_a_weight
 from factorpack.source import Entry, Source, open_source
@@ -302,7 +302,7 @@ def test_a_recipe_that_is_not_for_a_family_must_find_all_it_names(tmp_path: Path
 def test_the_callers_word_comes_first() -> None:
     opened = source(MODELS["torchvision resnet18"][1])
     layers = {"conv1.weight": Scalar(7), "layer4.*": Scalar(3)}
-    name, rules = asked("auto", opened, None, layers, ["fc.weight"], DEFAULT_METHOD)
+    name, rules = resolve_rules("auto", opened, None, layers, ["fc.weight"], DEFAULT_METHOD)
     plan = rules.plan(opened)
     assert name == "resnet"
     assert plan["conv1.weight"].method == Scalar(7)
@@ -313,7 +313,7 @@ def test_the_callers_word_comes_first() -> None:
 
 def test_a_budget_takes_what_is_kept_and_no_other_method() -> None:
     opened = source(MODELS["timm efficientnet_b0"][1])
-    _, rules = asked("auto", opened, None, {}, [], DEFAULT_METHOD, budget=True)
+    _, rules = resolve_rules("auto", opened, None, {}, [], DEFAULT_METHOD, budget=True)
     assert list(rules.exclude) == list(family("efficientnet").rules.exclude)
     kept = {name for name, choice in rules.plan(opened).items() if choice.note.startswith("chosen by")}
     assert kept == {"blocks.0.0.conv_dw.weight"}
@@ -336,7 +336,10 @@ def test_names_that_can_be_given(tmp_path: Path) -> None:
 def test_without_a_recipe_nothing_is_recognised() -> None:
     """In Python a recipe is asked for: the same call makes the same bytes as before there were any."""
     opened = source(MODELS["torchvision resnet18"][1])
-    assert asked(None, opened, None, {}, [], DEFAULT_METHOD) == ("", Rules(DEFAULT_METHOD, exclude=[]))
+    assert resolve_rules(None, opened, None, {}, [], DEFAULT_METHOD) == (
+        "",
+        Rules(DEFAULT_METHOD, exclude=[]),
+    )
     with pytest.raises(PlanError, match="a recipe states methods"):
         fp.compress({"w": seeded(4, 4)}, fp.Scalar(4), recipe="bert")
 

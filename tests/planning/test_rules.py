@@ -115,9 +115,9 @@ def test_what_is_no_weight_is_kept_whatever_was_asked(tensor: Tensor, reason: st
 def test_exclude_comes_before_layers_and_layers_before_the_habits() -> None:
     rules = Rules(METHOD, {"conv1.*": Scalar(5), "*.conv.weight": Scalar(6)}, ["layer2.*"])
     plan = choices(rules)
-    assert plan["conv1.weight"] == Choice(Scalar(5), "chosen by 'conv1.*'")
-    assert plan["layer1.conv.weight"] == Choice(Scalar(6), "chosen by '*.conv.weight'")
-    assert plan["layer2.conv.weight"] == Choice(Keep(), "excluded by 'layer2.*'")
+    assert plan["conv1.weight"] == Choice(Scalar(5), "chosen by 'conv1.*'", by_caller=True)
+    assert plan["layer1.conv.weight"] == Choice(Scalar(6), "chosen by '*.conv.weight'", by_caller=True)
+    assert plan["layer2.conv.weight"] == Choice(Keep(), "excluded by 'layer2.*'", by_caller=True)
     assert plan["fc.weight"].method == CLASSIFIER
 
 
@@ -129,7 +129,7 @@ def test_the_first_pattern_that_matches_wins() -> None:
 
 def test_vectors_may_be_kept_smaller_but_not_coded() -> None:
     plan = choices(Rules(METHOD, {"bn1.weight": Keep("float16"), "bn1.*": Scalar(4)}))
-    assert plan["bn1.weight"] == Choice(Keep("float16"), "chosen by 'bn1.weight'")
+    assert plan["bn1.weight"] == Choice(Keep("float16"), "chosen by 'bn1.weight'", by_caller=True)
     assert plan["bn1.bias"] == Choice(Keep(), "vector")
 
 

@@ -17,6 +17,7 @@ from factorpack.record import Encoded
 from factorpack.runtime.factored import FACTORED, FactoredLayer, why_not_factored
 from factorpack.runtime.packed_layers import hold_packed
 from factorpack.runtime.packed_weight import PackedWeight
+from factorpack.weight import Weight
 from tests.helpers import assert_close, seeded
 from tests.runtime.layer_cases import LAYERS, both
 
@@ -130,4 +131,6 @@ def test_fp16_is_left_to_the_weight_itself() -> None:
     inputs = seeded(2, 512).half()
     expected = inputs.double() @ decode(encoded).half().double().T + layer.bias.double()
     assert_close(layer(inputs), expected, torch.float16)
-    assert "FP16" in why_not_factored(nn.Linear(512, 8), fp.QSPCA(4, 4, tile=8).encode(seeded(8, 512).half()))
+    assert "FP16" in why_not_factored(
+        nn.Linear(512, 8), fp.QSPCA(4, 4, tile=8).encode(Weight(seeded(8, 512).half()))
+    )

@@ -23,6 +23,7 @@ from factorpack.runtime.factored import FactoredLinear
 from factorpack.runtime.multiply import multiply_codes, multiply_reference, why_no_kernel
 from factorpack.runtime.packed_layers import PackedLinear, hold_packed
 from factorpack.runtime.packed_weight import PackedWeight
+from factorpack.weight import Weight
 from tests.helpers import assert_close, assert_same_tensor, seeded
 from tests.runtime.layer_cases import compress
 from tests.runtime.test_code_rows import random_codes
@@ -250,23 +251,23 @@ def test_what_is_folded_follows_the_state_and_is_no_part_of_it(layers: tuple[nn.
     ],
 )
 def test_other_codes_stay_as_they_were(method: fp.Scalar | fp.QSPCA, columns: int, why: str) -> None:
-    encoded = method.encode(seeded(24, columns))
+    encoded = method.encode(Weight(seeded(24, columns)))
     weight = PackedWeight(encoded, torch.empty(0))
     assert not weight.in_rows, why
     assert_close(weight(), decode(encoded))
 
 
 def test_a_weight_that_its_type_would_clamp_is_rebuilt() -> None:
-    encoded = fp.Scalar(4).encode(seeded(24, 512).half())
+    encoded = fp.Scalar(4).encode(Weight(seeded(24, 512).half()))
     assert PackedWeight(encoded, torch.empty(0)).in_rows
     encoded.parts["scale"][3] = 60000.0
     assert not PackedWeight(encoded, torch.empty(0)).in_rows
 
 
 def test_rows_take_the_bytes_of_their_codes() -> None:
-    scalar = PackedWeight(fp.Scalar(4).encode(seeded(24, 512)), torch.empty(0))
+    scalar = PackedWeight(fp.Scalar(4).encode(Weight(seeded(24, 512))), torch.empty(0))
     assert sum(buffer.nbytes for buffer in scalar.buffers()) == 24 * 512 // 2 + 24 * 2
-    encoded = fp.QSPCA(16, 3, tile=32, center=False).encode(seeded(24, 512))
+    encoded = fp.QSPCA(16, 3, tile=32, center=False).encode(Weight(seeded(24, 512)))
     factors = PackedWeight(encoded, torch.empty(0))
     assert factors.latent.nbytes == 24 * 256 * 3 // 8  # type: ignore[union-attr,operator]
     before = sum(buffer.nbytes for buffer in factors.buffers())
@@ -280,7 +281,7 @@ def test_a_layer_goes_where_there_is_no_data(layers: tuple[nn.Module, nn.Module]
 
 
 def test_mixed_precision_finds_the_scales_that_fp16_does_not_hold() -> None:
-    encoded = fp.QSPCA(16, 4, tile=32, center=False).encode(seeded(24, 512))
+    encoded = fp.QSPCA(16, 4, tile=32, center=False).encode(Weight(seeded(24, 512)))
     small = {name: part.float() * 1e-6 if "scale" in name else part for name, part in encoded.parts.items()}
     encoded = dataclasses.replace(encoded, parts=small)
     layer = nn.Linear(512, 24, bias=False).half()

@@ -19,6 +19,7 @@ from factorpack.errors import FormatError
 from factorpack.runtime.bit_planes import packed_bytes
 from factorpack.runtime.packed_layers import PackedLayer, PackedLinear
 from factorpack.runtime.packed_weight import CODED, PackedWeight
+from factorpack.weight import Weight
 from tests.helpers import assert_close, assert_same_tensor, seeded
 from tests.runtime.layer_cases import LAYERS, METHODS, both, compress
 
@@ -39,7 +40,7 @@ def test_a_packed_layer_answers_as_a_decoded_one(layer: str, method: str) -> Non
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_weight_comes_back_as_it_was_encoded(method: str) -> None:
-    encoded = METHODS[method].encode(seeded(16, 8, 3, 3))
+    encoded = METHODS[method].encode(Weight(seeded(16, 8, 3, 3)))
     weight = PackedWeight(encoded, torch.empty(0))
     for name, part in encoded.parts.items():
         assert_same_tensor(weight.part(name).contiguous(), part)
@@ -48,7 +49,7 @@ def test_a_weight_comes_back_as_it_was_encoded(method: str) -> None:
 
 
 def test_bytes_in_memory_are_those_of_the_codes_and_the_rest() -> None:
-    encoded = fp.QSPCA(8, 3, tile=16).encode(seeded(64, 32))
+    encoded = fp.QSPCA(8, 3, tile=16).encode(Weight(seeded(64, 32)))
     weight = PackedWeight(encoded, torch.empty(0))
     codes = sum(packed_bytes(encoded.parts[name].numel(), bits) for name, bits in encoded.bits.items())
     others = sum(part.nbytes for name, part in encoded.parts.items() if name not in encoded.bits)
@@ -222,7 +223,7 @@ def test_a_hook_a_user_had_set_still_runs() -> None:
 
 
 def test_indices_beyond_a_table_are_refused_before_anything_runs() -> None:
-    encoded = fp.methods.TTQ().encode(seeded(8, 8))
+    encoded = fp.methods.TTQ().encode(Weight(seeded(8, 8)))
     encoded.parts["codes"][0, 0] = -2
     with pytest.raises(FormatError, match="3 levels allow -1 to 1"):
         PackedWeight(encoded, torch.empty(0))
@@ -287,6 +288,6 @@ def test_nothing_wider_than_the_weight_is_there_while_it_is_rebuilt() -> None:
         fp.Scalar(5),
         fp.QSPCA(32, 4, tile=64),
     ):
-        encoded = method.encode(seeded(512, 256, 3, 3))
+        encoded = method.encode(Weight(seeded(512, 256, 3, 3)))
         weight = PackedWeight(encoded, torch.empty(0))
         assert allocated_bytes(weight) < 1.4 * 4 * encoded.numel, method

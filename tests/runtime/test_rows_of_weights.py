@@ -10,6 +10,7 @@ import factorpack as fp
 from factorpack.decoding import decode
 from factorpack.kinds.slices import pieces
 from factorpack.runtime.packed_weight import PackedWeight
+from factorpack.weight import Weight
 
 METHODS = [fp.Scalar(bits=bits) for bits in (2, 3, 4, 8)] + [
     fp.QSPCA(rank=32, tile=64, latent_bits=bits) for bits in (2, 3, 4, 8)
@@ -20,7 +21,7 @@ def packed_weight(
     method: fp.Method, rows: int = 600, columns: int = 1024
 ) -> tuple[PackedWeight, torch.Tensor]:
     torch.manual_seed(0)
-    encoded = method.encode(torch.randn(rows, columns))
+    encoded = method.encode(Weight(torch.randn(rows, columns)))
     packed = PackedWeight(encoded, torch.empty(0))
     assert packed.in_rows
     return packed, decode(encoded)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from factorpack.record import LayerMoments
 from factorpack.solve.feedback import feedback_factor
-from factorpack.solve.layer_problem import Basis, problem, tile_basis
+from factorpack.solve.layer_problem import Basis, layer_problem, tile_basis
 from tests.helpers import assert_close, relative_error, seeded
 
 LITTLE = 1e-9
@@ -114,7 +114,7 @@ def test_a_tile_of_inputs_that_are_hardly_ever_there_leaves_a_basis_that_can_be_
     moments, rows = moments_of(inputs[None]), seeded(64, tile, seed=1)
     basis = tile_basis(rows, tile, moments)
     assert torch.linalg.cond(basis.matrix().double()) < 1e4
-    posed = problem(rows, moments, basis)
+    posed = layer_problem(rows, moments, basis)
     assert relative_error(posed.latent[0] @ basis.matrix().T, rows) < 1e-3
 
 
@@ -134,7 +134,7 @@ def test_the_latent_is_the_weight_again(tiles: int, tile: int, seed: int, with_m
     rows = seeded(12, tiles * tile, seed=seed)
     moments = moments_of(mixed(200, tiles * tile, seed=seed + 1)[None]) if with_moments else None
     basis = tile_basis(rows, tile, moments)
-    posed = problem(rows, moments, basis)
+    posed = layer_problem(rows, moments, basis)
     back = (posed.latent.reshape(-1, tile) @ basis.matrix().T).reshape_as(rows)
     condition = float(torch.linalg.cond(basis.matrix()))
     assert relative_error(back, rows) < 1e-6 * max(condition, 10.0)
@@ -142,11 +142,11 @@ def test_the_latent_is_the_weight_again(tiles: int, tile: int, seed: int, with_m
 
 def test_without_a_basis_or_moments_the_latent_is_the_weight() -> None:
     rows = seeded(5, 12)
-    posed = problem(rows, None)
+    posed = layer_problem(rows, None)
     assert torch.equal(posed.latent[0], rows)
     assert posed.factor is None
     assert torch.equal(posed.importance(), torch.ones(1, 12))
-    assert torch.equal(problem(rows, moments_of(mixed(99, 12)[None])).latent[0], rows)
+    assert torch.equal(layer_problem(rows, moments_of(mixed(99, 12)[None])).latent[0], rows)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -156,7 +156,7 @@ def test_the_factor_is_that_of_the_turned_moments(groups: int) -> None:
     rows = seeded(4 * groups, 12)
     moments = moments_of(inputs)
     basis = tile_basis(rows, 4, moments)
-    posed = problem(rows, moments, basis, 0.01)
+    posed = layer_problem(rows, moments, basis, 0.01)
     assert posed.latent.shape == (groups, 4, 12)
     whole = torch.block_diag(*[basis.matrix().double()] * 3)
     expected = feedback_factor(whole.T @ moments.second.double() @ whole, 0.01)
@@ -168,7 +168,7 @@ def test_the_factor_is_that_of_the_turned_moments(groups: int) -> None:
 def test_inputs_that_have_not_changed_leave_the_weight_alone() -> None:
     inputs = mixed(600, 10)[None]
     rows = seeded(6, 10, seed=5)
-    posed = problem(rows, moments_of(inputs, inputs.clone()))
+    posed = layer_problem(rows, moments_of(inputs, inputs.clone()))
     assert_close(posed.latent[0], rows)
 
 
@@ -179,7 +179,7 @@ def test_a_linear_change_of_the_inputs_is_undone(groups: int) -> None:
     change = torch.eye(8) + 0.2 * seeded(groups, 8, 8, seed=20)
     inputs = original @ change.transpose(1, 2)
     rows = seeded(5 * groups, 8, seed=30)
-    posed = problem(rows, moments_of(inputs, original), None, LITTLE)
+    posed = layer_problem(rows, moments_of(inputs, original), None, LITTLE)
     split = rows.reshape(groups, 5, 8)
     wanted = original @ split.transpose(1, 2)
     assert relative_error(inputs @ posed.latent.transpose(1, 2), wanted) < 1e-3
@@ -191,7 +191,7 @@ def test_the_adapted_weight_answers_noisy_inputs_best() -> None:
     original = seeded(1, 600, 6)
     inputs = original + 0.5 * seeded(1, 600, 6, seed=1)
     rows = seeded(3, 6, seed=2)
-    latent = problem(rows, moments_of(inputs, original), None, LITTLE).latent[0]
+    latent = layer_problem(rows, moments_of(inputs, original), None, LITTLE).latent[0]
     expected = torch.linalg.lstsq(inputs[0].double(), original[0].double() @ rows.double().T).solution.T
     assert relative_error(latent, expected) < 1e-4
 
@@ -200,7 +200,7 @@ def test_directions_the_inputs_do_not_show_keep_their_weight() -> None:
     original = seeded(1, 300, 6)
     original[:, :, 4:] = 0.0
     rows = seeded(3, 6, seed=2)
-    latent = problem(rows, moments_of(1.5 * original, original), None, 1e-4).latent[0]
+    latent = layer_problem(rows, moments_of(1.5 * original, original), None, 1e-4).latent[0]
     assert_close(latent[:, 4:], rows[:, 4:])
     assert relative_error(latent[:, :4], rows[:, :4] / 1.5) < 1e-3
 
@@ -214,7 +214,7 @@ def test_several_steps_at_once_are_each_on_its_own(groups: int, with_moments: bo
     inputs = torch.stack([mixed(500, 12, seed=seed) for seed in range(groups)])
     moments = moments_of(inputs) if with_moments else None
     rows = seeded(6 * groups, 12)
-    posed = problem(rows, moments)
+    posed = layer_problem(rows, moments)
     steps = torch.tensor([0.1, 0.4, 1.5])
     codes, errors = posed.round(steps)
     for index in range(3):
@@ -231,7 +231,7 @@ def test_several_steps_at_once_are_each_on_its_own(groups: int, with_moments: bo
 
 
 def test_error_grows_and_codes_shrink_with_the_step() -> None:
-    posed = problem(seeded(30, 16), moments_of(mixed(800, 16)[None]))
+    posed = layer_problem(seeded(30, 16), moments_of(mixed(800, 16)[None]))
     codes, errors = posed.round(torch.tensor([0.05, 0.1, 0.2, 0.4, 0.8, 1.6]))
     assert (errors[1:] > errors[:-1]).all()
     counts = codes.flatten(1).count_nonzero(1)
@@ -239,7 +239,7 @@ def test_error_grows_and_codes_shrink_with_the_step() -> None:
 
 
 def test_a_price_buys_fewer_codes_for_more_error() -> None:
-    posed = problem(seeded(60, 16), moments_of(mixed(800, 16)[None]))
+    posed = layer_problem(seeded(60, 16), moments_of(mixed(800, 16)[None]))
     step = torch.tensor([0.8])
     plain_codes, plain_error = posed.round(step, 0.0)
     codes, error = posed.round(step, 0.3)

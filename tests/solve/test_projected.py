@@ -20,6 +20,7 @@ from factorpack.record import Encoded, LayerSample
 from factorpack.solve.factor import principal_basis
 from factorpack.solve.projected import FactorProblem, ProjectedGradient, output_error
 from factorpack.tiles import from_tiles, to_tiles
+from factorpack.weight import Weight
 from tests.helpers import assert_close, assert_same_encoded, seeded
 
 RATE, DECAY = 0.1, 1e-2
@@ -321,7 +322,7 @@ def test_sparsity_counts_on_top_of_accidental_zeros(sparsity: float, per: str) -
 
     def encode(steps: int) -> Encoded:
         method = QSPCA(6, 3, sparsity, tile=16, latent_scales=per, solver=ProjectedGradient(steps))  # type: ignore[arg-type]
-        return method.encode(weight, sample=sample)
+        return method.encode(Weight(weight, inputs=sample))
 
     tiles = to_tiles(weight, 16)
     tiles = tiles - tiles.mean(1, keepdim=True, dtype=torch.float64).float()
@@ -356,7 +357,7 @@ def test_a_recipe_s_table_is_the_same_solver() -> None:
 
 def test_a_solver_without_data_is_refused() -> None:
     with pytest.raises(PlanError, match="needs calibration data"):
-        QSPCA(4, 3, tile=16, solver=ProjectedGradient()).encode(seeded(32, 32))
+        QSPCA(4, 3, tile=16, solver=ProjectedGradient()).encode(Weight(seeded(32, 32)))
 
 
 def test_the_same_twice() -> None:
@@ -364,7 +365,9 @@ def test_the_same_twice() -> None:
     weight, inputs = seeded(*layer.shape), seeded(8, *layer.inputs, seed=1)
     sample = LayerSample(inputs, layer.apply(weight, inputs), layer.apply)
     method = QSPCA(6, 3, 0.2, tile=12, solver=ProjectedGradient(5, "validation", "one-shot"))
-    assert_same_encoded(method.encode(weight, sample=sample), method.encode(weight, sample=sample))
+    assert_same_encoded(
+        method.encode(Weight(weight, inputs=sample)), method.encode(Weight(weight, inputs=sample))
+    )
 
 
 # -- the paper's special cases ------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from factorpack.quantize.uniform import code_range
 from factorpack.tune.rate import LengthTable, RateTerm, fit_table
 from factorpack.tune.trainable import QuantizedRows
 from factorpack.tune.trim import trim, without_dead_rows
+from factorpack.weight import Weight
 from tests.helpers import assert_close, assert_same_encoded, assert_same_tensor, seeded
 
 
@@ -242,7 +243,7 @@ def test_codes_under_a_mask_stay() -> None:
 @pytest.mark.parametrize("dead", [[0], [1, 4, 8], list(range(9)), []])
 def test_dead_rows_are_removed(scales: str, dead: list[int]) -> None:
     weight = seeded(48, 20)
-    encoded = fp.QSPCA(9, 4, 0.2, tile=16, latent_scales=scales).encode(weight)  # type: ignore[arg-type]
+    encoded = fp.QSPCA(9, 4, 0.2, tile=16, latent_scales=scales).encode(Weight(weight))  # type: ignore[arg-type]
     latent = encoded.parts["latent"].clone()
     latent[dead] = 0
     encoded = replace(encoded, parts={**encoded.parts, "latent": latent})
@@ -266,7 +267,7 @@ def test_dead_rows_are_removed(scales: str, dead: list[int]) -> None:
 
 
 def test_columns_of_zeros_go_as_rows_do() -> None:
-    encoded = fp.QSPCA(9, 4, tile=16).encode(seeded(48, 20))
+    encoded = fp.QSPCA(9, 4, tile=16).encode(Weight(seeded(48, 20)))
     codebook = encoded.parts["codebook"].clone()
     codebook[:, 3] = 0
     encoded = replace(encoded, parts={**encoded.parts, "codebook": codebook})
@@ -277,5 +278,5 @@ def test_columns_of_zeros_go_as_rows_do() -> None:
 
 @pytest.mark.parametrize("method", [fp.Scalar(4), fp.Keep()])
 def test_other_kinds_have_no_such_rows(method: fp.Scalar | fp.Keep) -> None:
-    encoded = method.encode(torch.zeros(8, 8))
+    encoded = method.encode(Weight(torch.zeros(8, 8)))
     assert without_dead_rows(encoded) is encoded

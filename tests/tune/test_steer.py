@@ -21,6 +21,7 @@ from factorpack.packed import Packed
 from factorpack.record import Encoded
 from factorpack.tune import steer
 from factorpack.tune.steer import Controller
+from factorpack.weight import Weight
 from tests.helpers import assert_same_encoded, seeded
 from tests.tune.small_net import loader, perceptron, with_weights
 
@@ -165,7 +166,9 @@ def test_indices_of_codewords_cannot_be_had_for_less() -> None:
 
 def halved(packed: Packed) -> Packed:
     """Biases in FP16, as something still to be done to a trained model."""
-    kept = {name: fp.Keep("float16").encode(decode(packed[name])) for name in packed if "bias" in name}
+    kept = {
+        name: fp.Keep("float16").encode(Weight(decode(packed[name]))) for name in packed if "bias" in name
+    }
     return Packed({name: kept.get(name, packed[name]) for name in packed}, packed.aliases)
 
 

@@ -24,6 +24,7 @@ from factorpack.tune.trainable import (
     TrainableFactors,
     TrainableScalar,
 )
+from factorpack.weight import Weight
 from tests.helpers import assert_close, assert_same_encoded, assert_same_tensor, seeded
 
 WEIGHT = seeded(48, 20)
@@ -38,29 +39,29 @@ def unsigned(encoded: Encoded) -> Encoded:
 
 
 FACTORS = {
-    "a scale a row": fp.QSPCA(9, 4, tile=16).encode(WEIGHT),
-    "a scale a column": fp.QSPCA(9, 4, tile=16, latent_scales="column").encode(WEIGHT),
-    "no mean": fp.QSPCA(9, 3, tile=16, center=False).encode(WEIGHT),
-    "sparse": fp.QSPCA(9, 4, 0.3, tile=16).encode(WEIGHT),
-    "sparse, a scale a column": fp.QSPCA(9, 4, 0.3, tile=16, latent_scales="column").encode(WEIGHT),
-    "two bits": fp.QSPCA(9, 2, tile=16, codebook_bits=2).encode(WEIGHT),
-    "eight bits": fp.QSPCA(6, 8, tile=16, codebook_bits=8).encode(WEIGHT),
-    "transposed": fp.QSPCA(9, 4, tile=16).encode(CONV, transposed_groups=2),
-    "a last tile that is filled up": fp.QSPCA(9, 4, tile=16).encode(seeded(47, 19)),
-    "tiny": fp.QSPCA(9, 4, tile=16).encode(WEIGHT * 1e-16),
-    "huge": fp.QSPCA(9, 4, tile=16).encode(WEIGHT * 1e16),
-    "zeros": fp.QSPCA(9, 4, 0.1, tile=16).encode(torch.zeros(48, 20)),
-    "half": fp.QSPCA(9, 4, tile=16).encode(WEIGHT.half()),
+    "a scale a row": fp.QSPCA(9, 4, tile=16).encode(Weight(WEIGHT)),
+    "a scale a column": fp.QSPCA(9, 4, tile=16, latent_scales="column").encode(Weight(WEIGHT)),
+    "no mean": fp.QSPCA(9, 3, tile=16, center=False).encode(Weight(WEIGHT)),
+    "sparse": fp.QSPCA(9, 4, 0.3, tile=16).encode(Weight(WEIGHT)),
+    "sparse, a scale a column": fp.QSPCA(9, 4, 0.3, tile=16, latent_scales="column").encode(Weight(WEIGHT)),
+    "two bits": fp.QSPCA(9, 2, tile=16, codebook_bits=2).encode(Weight(WEIGHT)),
+    "eight bits": fp.QSPCA(6, 8, tile=16, codebook_bits=8).encode(Weight(WEIGHT)),
+    "transposed": fp.QSPCA(9, 4, tile=16).encode(Weight(CONV, transposed_groups=2)),
+    "a last tile that is filled up": fp.QSPCA(9, 4, tile=16).encode(Weight(seeded(47, 19))),
+    "tiny": fp.QSPCA(9, 4, tile=16).encode(Weight(WEIGHT * 1e-16)),
+    "huge": fp.QSPCA(9, 4, tile=16).encode(Weight(WEIGHT * 1e16)),
+    "zeros": fp.QSPCA(9, 4, 0.1, tile=16).encode(Weight(torch.zeros(48, 20))),
+    "half": fp.QSPCA(9, 4, tile=16).encode(Weight(WEIGHT.half())),
 }
 SCALARS = {
-    "scalar": fp.Scalar(4).encode(WEIGHT),
-    "two bits": fp.Scalar(2).encode(WEIGHT),
-    "eight bits": fp.Scalar(8).encode(WEIGHT),
-    "transposed": fp.Scalar(4).encode(CONV, transposed_groups=2),
-    "transposed, one group": fp.Scalar(4).encode(CONV, transposed_groups=1),
-    "channels of zeros": unsigned(fp.Scalar(4).encode(ZEROS)),
-    "tiny": fp.Scalar(4).encode(WEIGHT * 1e-30),
-    "noted": fp.Scalar(4).encode(WEIGHT).noted("classifier"),
+    "scalar": fp.Scalar(4).encode(Weight(WEIGHT)),
+    "two bits": fp.Scalar(2).encode(Weight(WEIGHT)),
+    "eight bits": fp.Scalar(8).encode(Weight(WEIGHT)),
+    "transposed": fp.Scalar(4).encode(Weight(CONV, transposed_groups=2)),
+    "transposed, one group": fp.Scalar(4).encode(Weight(CONV, transposed_groups=1)),
+    "channels of zeros": unsigned(fp.Scalar(4).encode(Weight(ZEROS))),
+    "tiny": fp.Scalar(4).encode(Weight(WEIGHT * 1e-30)),
+    "noted": fp.Scalar(4).encode(Weight(WEIGHT)).noted("classifier"),
 }
 
 
@@ -69,8 +70,8 @@ def one_scale(encoded: Encoded, part: str) -> Encoded:
     return replace(encoded, parts={**encoded.parts, part: encoded.parts[part][:1, :1].contiguous()})
 
 
-FACTORS["one scale"] = one_scale(fp.QSPCA(9, 4, tile=16).encode(WEIGHT), "latent_scale")
-SCALARS["one scale"] = one_scale(fp.Scalar(4).encode(WEIGHT), "scale")
+FACTORS["one scale"] = one_scale(fp.QSPCA(9, 4, tile=16).encode(Weight(WEIGHT)), "latent_scale")
+SCALARS["one scale"] = one_scale(fp.Scalar(4).encode(Weight(WEIGHT)), "scale")
 SCALARS["twelve bits"] = Encoded(
     "scalar",
     (48, 20),
@@ -78,26 +79,28 @@ SCALARS["twelve bits"] = Encoded(
     {"codes": (500 * WEIGHT).round().to(torch.int16), "scale": torch.full((48, 1), 2.0**-9).half()},
     {"codes": 12},
 )
-SCALARS["pruned"] = methods.Prune(0.6, 4).encode(WEIGHT)
+SCALARS["pruned"] = methods.Prune(0.6, 4).encode(Weight(WEIGHT))
 LEVELS = {
-    "signs": methods.LSQ(1).encode(WEIGHT),
-    "ternary": methods.TTQ(0.3).encode(WEIGHT),
-    "ternary, a level of each sign unused": methods.TTQ(0.3, channels=True).encode(WEIGHT.abs().cumprod(0)),
-    "six levels": methods.ABCNet(5).encode(WEIGHT),
-    "levels of each channel": methods.ABCNet(3, channels=True).encode(WEIGHT),
-    "transposed": methods.TTQ(channels=True).encode(CONV, transposed_groups=2),
-    "channels of zeros": methods.TTQ(channels=True).encode(ZEROS),
-    "tiny": methods.ABCNet(4).encode(WEIGHT * 1e-30),
-    "huge": methods.ABCNet(4).encode(WEIGHT * 1e30),
+    "signs": methods.LSQ(1).encode(Weight(WEIGHT)),
+    "ternary": methods.TTQ(0.3).encode(Weight(WEIGHT)),
+    "ternary, a level of each sign unused": methods.TTQ(0.3, channels=True).encode(
+        Weight(WEIGHT.abs().cumprod(0))
+    ),
+    "six levels": methods.ABCNet(5).encode(Weight(WEIGHT)),
+    "levels of each channel": methods.ABCNet(3, channels=True).encode(Weight(WEIGHT)),
+    "transposed": methods.TTQ(channels=True).encode(Weight(CONV, transposed_groups=2)),
+    "channels of zeros": methods.TTQ(channels=True).encode(Weight(ZEROS)),
+    "tiny": methods.ABCNet(4).encode(Weight(WEIGHT * 1e-30)),
+    "huge": methods.ABCNet(4).encode(Weight(WEIGHT * 1e30)),
 }
 CODEWORDS = {
-    "one stage": fp.methods.VQ(16).encode(WEIGHT),
-    "two stages": fp.methods.AQ(2, 8).encode(WEIGHT),
-    "transposed": fp.methods.VQ(16).encode(CONV, transposed_groups=2),
-    "a last tile that is filled up": fp.methods.VQ(16, tile=7).encode(WEIGHT),
-    "tiny": fp.methods.VQ(16).encode(WEIGHT * 1e-30),
-    "huge": fp.methods.AQ(2, 8).encode(WEIGHT * 1e30),
-    "zeros": fp.methods.VQ(16).encode(torch.zeros(48, 20)),
+    "one stage": fp.methods.VQ(16).encode(Weight(WEIGHT)),
+    "two stages": fp.methods.AQ(2, 8).encode(Weight(WEIGHT)),
+    "transposed": fp.methods.VQ(16).encode(Weight(CONV, transposed_groups=2)),
+    "a last tile that is filled up": fp.methods.VQ(16, tile=7).encode(Weight(WEIGHT)),
+    "tiny": fp.methods.VQ(16).encode(Weight(WEIGHT * 1e-30)),
+    "huge": fp.methods.AQ(2, 8).encode(Weight(WEIGHT * 1e30)),
+    "zeros": fp.methods.VQ(16).encode(Weight(torch.zeros(48, 20))),
 }
 CASES = {f"factors, {name}": each for name, each in FACTORS.items()}
 CASES |= {f"scalar, {name}": each for name, each in SCALARS.items()}
@@ -250,7 +253,7 @@ def test_training_moves_codewords_and_no_index() -> None:
 
 @pytest.mark.parametrize("factor", [1e-20, 1.0, 1e20])
 def test_one_rate_moves_codewords_of_any_spread_alike(factor: float) -> None:
-    encoded = fp.methods.VQ(16).encode(WEIGHT * factor)
+    encoded = fp.methods.VQ(16).encode(Weight(WEIGHT * factor))
     trainable = TrainableCodewords(encoded)
     before = encoded.parts["codebook"].float()
     optimizer = torch.optim.Adam(trainable.parameters(), lr=3e-4, eps=0.0)
@@ -307,7 +310,7 @@ def test_accidental_zeros_may_leave_where_there_was_no_threshold(case: str) -> N
 
 @pytest.mark.parametrize("tile", [1, 9])
 def test_codes_on_a_path_are_not_trained(tile: int) -> None:
-    encoded = fp.SecondOrder(step=0.3, tile=tile, trellis=8).encode(seeded(64, 32, 3, 3))
+    encoded = fp.SecondOrder(step=0.3, tile=tile, trellis=8).encode(Weight(seeded(64, 32, 3, 3)))
     assert encoded.trellis == 8
     with pytest.raises(PlanError, match=r"a trellis of 8 states, .* compress without trellis"):
         TRAINABLE[encoded.kind](encoded)

@@ -1,4 +1,4 @@
-"""Rate-distortion curves: what each weight takes in bytes, and costs in loss, at rising steps."""
+"""Rate-distortion curves: bytes and loss of each weight at rising steps, and steps of equal slope."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Curve:
     steps: Sequence[float]
     bytes: Sequence[int]
     losses: Sequence[float]
-    """Nats of divergence from the original's answers, by the sensitivity; relative squared weight error
-    where there are no calibration data."""
+    """Nats of divergence from the original's predictions, by the sensitivity; relative squared weight error
+    without calibration data."""
     numel: int
     tile: int
     step_at_unit_slope: float
     """Steps of equal slope across weights are this times one number for the whole model."""
     trellis: int = 0
-    """States of the trellis its codes are a path through; steps are those of plain codes of equal error."""
+    """States of the trellis its codes follow; steps are those of plain codes with equal error."""
 
     def bytes_at(self, step: float) -> float:
-        """Interpolated; below the finest step a halving costs a bit a weight, above the coarsest nothing changes."""
+        """Interpolated. Below the finest step, halving it costs one bit per weight."""
         if step <= self.steps[0]:
             return self.bytes[0] + self.numel / 8 * log2(self.steps[0] / step)
         if step >= self.steps[-1]:
@@ -40,7 +40,7 @@ class Curve:
         return self.bytes[right - 1] + share * (self.bytes[right] - self.bytes[right - 1])
 
     def nearest(self, step: float) -> int:
-        """The place of the step, of those on the curve, that is nearest in octaves."""
+        """The index of the step on the curve that is nearest in octaves."""
         return min(range(len(self.steps)), key=lambda place: abs(log2(self.steps[place] / step)))
 
 
@@ -63,8 +63,8 @@ def allocate(curves: Mapping[str, Curve], budget: float) -> dict[str, float]:
     return {name: curve.step_at_unit_slope * high for name, curve in curves.items()}
 
 
-def with_unknown(curves: dict[str, Curve], known: Mapping[str, float]) -> dict[str, Curve]:
-    """Weights of unknown sensitivity take the median layer's: the same step relative to their spread."""
+def fill_unknown(curves: dict[str, Curve], known: Mapping[str, float]) -> dict[str, Curve]:
+    """Weights of unknown sensitivity take the median layer's: the same step relative to their RMS."""
     if not known:
         return curves
     ratios = sorted(curves[name].step_at_unit_slope / curves[name].steps[0] for name in known)

@@ -1,4 +1,4 @@
-"""Embeddings: what an error in a row costs, from the gradients at what is looked up."""
+"""Embeddings: what an error in a row costs, from the gradients at the rows that are looked up."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from factorpack.record import LayerMoments
 def embedding_moments(
     found: Information, rows: int, tied: Sequence[tuple[Tensor, float]] = ()
 ) -> tuple[LayerMoments, float]:
-    """The metric of a table's rows as if they were a layer's filters, and its sensitivity.
+    """The cost of errors in a table's rows, as if they were a layer's filters, and its sensitivity.
 
-    A row r that is looked up with probability p_r adds p_r e^T G e / 2 to the divergence, G being the Fisher
-    information at the outputs. Every row counts as likely as any other, p_r = 1 / rows: a few texts show a
-    few words, and those they do not show must not be spoilt. A head that is tied to the table adds what it
-    would cost as a layer of its own: its inputs' second moments (D, D) times its sensitivity.
+    A row r that is looked up with probability p_r adds p_r e^T G e / 2 to the divergence, where G is the
+    Fisher information at the outputs. All rows count as equally likely, p_r = 1 / rows: a few texts contain
+    few tokens, and the others must not be spoilt. A head tied to the table adds what it would cost as a layer
+    of its own: its inputs' second moments (D, D) times its sensitivity.
     """
     assert found.metric is not None
     cost = found.metric / rows

@@ -1,111 +1,128 @@
-"""Compression into a budget: a number of bytes, or the loss they may cost."""
+"""The loop that meets a size: a method per weight of equal slope, then one weight closes the gap that is left.
+
+How weights get their codes is a `Coder`'s: one after the other in this process (`sequential`), or as tasks of
+an engine (`tasks`).
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from math import sqrt
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol, TypeVar
 
-import torch
-from torch import nn
+from factorpack.budget.curves import Curve, allocate
+from factorpack.budget.planner import Planner
+from factorpack.budget.step_search import BestFit, GapSearch
+from factorpack.methods import SecondOrder
 
-from factorpack.batches import evaluating, forward
-from factorpack.budget.budgeter import Budgeter
-from factorpack.budget.curves import Curve
-from factorpack.budget.divergence import divergence_of
-from factorpack.budget.outputs import answer_of
-from factorpack.budget.planner import HELD_SHARE, Work
-from factorpack.calibrate import Calibration, calibrate
-from factorpack.decoding import decode
-from factorpack.errors import PlanError
-from factorpack.methods.protocol import check_type
-from factorpack.record import Encoded
-from factorpack.size import fp32_bytes
-from factorpack.source import Source
-
-FIRST_RATIO, RATIOS = 16.0, (2.0, 128.0)
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+AIM = 0.997
+"""The share of a budget that is aimed at; between LEAST and 1 is good."""
+LEAST = 0.991
+CLOSING_TRIES = 16
+PASSES = 3
 
 
-def compress_to_budget(work: Work, max_bytes: int) -> tuple[dict[str, Encoded], dict[str, Curve]]:
-    """Tensors whose file has at most `max_bytes`, and at least 99 % of that; see `Planner` for how."""
-    check_type("max_bytes", max_bytes, int)
-    if max_bytes < 1:
-        raise PlanError(f"max_bytes is {max_bytes}, expected at least 1")
-    with _evaluating(work.model):
-        return Budgeter(work, _calibration(work)).run(max_bytes)
+class Coder(Protocol[T_co]):
+    """Gives weights their codes, and knows the size of the file they would make."""
+
+    @property
+    def order(self) -> Sequence[str]:
+        """The weights, in the order they are coded."""
+        ...
+
+    def encode(
+        self, methods: Mapping[str, SecondOrder], planned: Mapping[str, float], aim: float, closer: str
+    ) -> None:
+        """Codes every weight anew, at about the bytes planned for it; `closer` may be changed later."""
+        ...
+
+    def numel(self, name: str) -> int: ...
+
+    def step_of(self, name: str) -> float:
+        """The step a weight was coded at."""
+        ...
+
+    def bytes_of(self, name: str) -> int:
+        """Bytes of a weight's codes."""
+        ...
+
+    def recode(self, name: str, method: SecondOrder) -> None:
+        """Gives the closer, and no other weight, new codes."""
+        ...
+
+    def zero(self, name: str) -> None:
+        """Makes a weight zero."""
+        ...
+
+    def size(self) -> int:
+        """Bytes of the file with all tensors as they are now."""
+        ...
+
+    def tensors(self) -> Mapping[str, T_co]:
+        """All tensors as they are now, in the file's order."""
+        ...
 
 
-def compress_to_loss(work: Work, max_loss: float) -> tuple[dict[str, Encoded], dict[str, Curve]]:
-    """The smallest file found whose answers diverge by at most `max_loss` nats on inputs kept aside.
-
-    Whole compressions at a handful of sizes: it takes as many times longer than a ratio.
-    """
-    if not max_loss > 0 or work.calibration is None or work.model is None:
-        raise PlanError(f"max_loss is {max_loss}: expected a number above 0, a model, and calibration data")
-    with _evaluating(work.model):
-        whole = _calibration(work)
-        assert whole is not None
-        calibration, held = whole.split(HELD_SHARE)
-        budgeter = Budgeter(work, calibration)
-        original = source_bytes(work.source)
-        best: tuple[dict[str, Encoded], dict[str, Curve]] | None = None
-        (low, high), ratio = RATIOS, FIRST_RATIO
-        for _ in range(5):
-            try:
-                found = budgeter.run(int(original / ratio))
-                enough = divergence(work.model, found[0], work.source.aliases, held) <= max_loss
-            except PlanError:  # smaller than headers allow
-                enough = False
-            if enough:
-                low, best = ratio, found
-            else:
-                high = ratio
-            ratio = sqrt(low * high)
-        if best is None:
-            raise PlanError(
-                f"at {high:.3g} times smaller the answers still diverge by more than {max_loss} nats"
-            )
-        return best
+def meet_size(
+    coder: Coder[T], curves: Mapping[str, Curve], planner: Planner, max_bytes: int, overhead: int
+) -> Mapping[str, T]:
+    """The tensors of the largest file found of at most `max_bytes`."""
+    least = 1.01 * sum(curve.bytes[-1] for curve in curves.values())  # every code zero
+    wanted = AIM * max_bytes - overhead
+    aim, best = wanted, BestFit[T]()
+    for _ in range(PASSES):
+        size = _pass(coder, curves, planner, max(aim, least), max_bytes, best)
+        if best.size >= LEAST * max_bytes:
+            break
+        # No single weight could make up for what was missed: aim lower, or higher, with all of them.
+        aim *= max(wanted, 1.0) / max(size - overhead, 1.0)
+    if not best.size:
+        _zero_largest(coder, max_bytes, best)
+    return best.tensors
 
 
-def budget_bytes(source: Source, ratio: float | None, max_bytes: int | None = None) -> int:
-    """`max_bytes` where it is given, else bytes of a file `ratio` times smaller than the checkpoint in FP32."""
-    if max_bytes is not None:
-        return max_bytes
-    if not isinstance(ratio, int | float) or not 1 < ratio < 1e6:
-        raise PlanError(f"ratio is {ratio!r}, expected a number above 1")
-    return int(source_bytes(source) / ratio)
+def _pass(
+    coder: Coder[T],
+    curves: Mapping[str, Curve],
+    planner: Planner,
+    aim: float,
+    max_bytes: int,
+    best: BestFit[T],
+) -> int:
+    """Codes all weights at equal slope, then changes one until the file fits; returns the last file's size."""
+    steps = allocate(curves, aim)
+    planned = {name: curves[name].bytes_at(steps[name]) for name in coder.order}
+    methods = {
+        name: planner.method(steps[name], curves[name].tile, curves[name].trellis) for name in coder.order
+    }
+    closer = _closer(planned, coder.order)
+    coder.encode(methods, planned, aim, closer)
+    gap = GapSearch(coder.numel(closer), coder.step_of(closer), planner.price)
+    for _ in range(CLOSING_TRIES):
+        size = coder.size()
+        best.offer(max_bytes, size, coder.tensors())
+        if LEAST * max_bytes <= size <= max_bytes:
+            break
+        own = coder.bytes_of(closer)
+        gap.move(own, own + AIM * max_bytes - size)
+        coder.recode(closer, replace(methods[closer], step=gap.step, price=gap.price))
+    return size
 
 
-def divergence(
-    model: nn.Module, tensors: Mapping[str, Encoded], aliases: Mapping[str, str], held: Calibration
-) -> float:
-    """Mean Kullback-Leibler divergence, in nats, of the packed model's answers from the original's."""
-    packed = copy.deepcopy(model)
-    state = {name: decode(encoded) for name, encoded in tensors.items()}
-    packed.load_state_dict(state | {alias: state[target] for alias, target in aliases.items()})
-    total, count = 0.0, 0
-    for batch in held.batches:
-        with torch.no_grad():
-            wanted, found = (answer_of(forward(net, batch), batch) for net in (model, packed))
-        lost, answers = divergence_of(wanted, found)
-        total, count = total + lost, count + answers
-    return total / count
+def _closer(planned: Mapping[str, float], order: Sequence[str]) -> str:
+    """The last weight with a fair share of the bytes: changing it late disturbs least."""
+    enough = 0.04 * sum(planned.values())
+    return next(
+        (name for name in reversed(order) if planned[name] >= enough), max(planned, key=lambda n: planned[n])
+    )
 
 
-def _calibration(work: Work) -> Calibration | None:
-    if work.calibration is None or isinstance(work.calibration, Calibration):
-        return work.calibration
-    if work.model is None:
-        raise PlanError("calibration runs a model: give one, not only its weights")
-    return calibrate(work.model, work.calibration, work.planner.samples)
-
-
-def _evaluating(model: nn.Module | None) -> AbstractContextManager[None]:
-    return nullcontext() if model is None else evaluating(model)
-
-
-def source_bytes(source: Source) -> int:
-    """What ratios are counted against: the checkpoint in FP32."""
-    return sum(fp32_bytes(entry.dtype, entry.numel) for entry in source.entries.values())
+def _zero_largest(coder: Coder[T], max_bytes: int, best: BestFit[T]) -> None:
+    """The last resort of a budget barely above headers: the largest weights become zero."""
+    for name in sorted(coder.order, key=lambda each: -coder.bytes_of(each)):
+        coder.zero(name)
+        best.offer(max_bytes, coder.size(), coder.tensors())
+        if best.size:
+            return

@@ -1,4 +1,4 @@
-"""Batch norms and biases around compressed layers: mean outputs put right, leftovers made small."""
+"""Batch norms and biases around compressed layers: outputs corrected, what is kept raw made small."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ from factorpack.decoding import decode
 from factorpack.errors import WeightError
 from factorpack.methods import Keep
 from factorpack.record import Encoded, LayerMoments
+from factorpack.weight import Weight
 
 NORMS = nn.modules.batchnorm._BatchNorm
 FOLDED = "folded batch norm"
-"""The note of a norm's tensors that were folded."""
-DECIDED = ("excluded by", "chosen by")
-"""How the notes of tensors begin that the caller decided on (plan/rules.py)."""
-MOST_SPREAD = 4.0
-"""A variance is put right by this factor at most."""
+"""The note of a folded norm's tensors, for people."""
+LARGEST_CORRECTION = 4.0
+"""A variance is corrected by this factor at most."""
 _NORM_PARTS = ("weight", "bias", "running_mean", "running_var")
 
 
 def norms_after(model: nn.Module, batch: Any) -> dict[str, str]:
-    """Layers whose output goes into a batch norm as it is, and the norm's name."""
+    """Layers whose output goes unchanged into a batch norm, and the norm's name."""
     names = {module: name for name, module in model.named_modules()}
-    answers: list[tuple[Tensor, int, str]] = []
+    outputs: list[tuple[Tensor, int, str]] = []
     found: dict[str, str] = {}
 
-    def answered(module: nn.Module, _inputs: Any, output: Any) -> None:
+    def layer_called(module: nn.Module, _inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor):
-            answers.append((output, output._version, names[module]))
+            outputs.append((output, output._version, names[module]))
 
     def norm_called(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        for output, version, name in answers:
-            # A relu in place makes another tensor of it under the same identity.
+        for output, version, name in outputs:
+            # An in-place relu changes the tensor under the same identity.
             if inputs and output is inputs[0] and output._version == version:
                 found[name] = names[module]
 
@@ -45,7 +44,7 @@ def norms_after(model: nn.Module, batch: Any) -> dict[str, str]:
         if isinstance(module, NORMS):
             hooks.append(module.register_forward_pre_hook(norm_called))
         elif isinstance(getattr(module, "weight", None), Tensor):
-            hooks.append(module.register_forward_hook(answered))
+            hooks.append(module.register_forward_hook(layer_called))
     try:
         with torch.no_grad():
             forward(model, batch)
@@ -61,13 +60,13 @@ def correct_outputs(
     weight: Tensor,
     original: Tensor,
     moments: LayerMoments,
-    spread: bool = True,
+    variances: bool = True,
 ) -> bool:
-    """Gives a layer the mean output it had, through its norm's running mean or its own bias, if it has one.
+    """Restores a layer's mean output, through its norm's running mean or its own bias, if it has one.
 
-    With `spread` its outputs also get the variance they had, where a norm follows: rounding by rate and
-    distortion shrinks them. All of it follows from the moments, without another pass. `weight` and
-    `original` are (out, K).
+    With `variances` the variance of its outputs is restored too, where a norm follows: rounding by rate and
+    distortion shrinks them. All of it follows from the moments, without another forward pass. `weight` and
+    `original` are (out, K). Returns whether anything could be corrected.
     """
     split = (len(moments.mean), -1, weight.shape[1])
     weight, original = (each.reshape(split).to(moments.mean) for each in (weight, original))
@@ -77,7 +76,7 @@ def correct_outputs(
     with torch.no_grad():
         if isinstance(norm, NORMS) and norm.running_mean is not None:
             ratio = torch.ones_like(now)
-            if spread and norm.running_var is not None:
+            if variances and norm.running_var is not None:
                 ratio = _ratio(weight, original, now, before, moments)
                 changed = (norm.running_var + norm.eps) * ratio.to(norm.running_var) - norm.eps
                 norm.running_var.copy_(changed.clamp_min(0))
@@ -98,33 +97,33 @@ def _power(weight: Tensor, moments: LayerMoments) -> Tensor:
 
 
 def _ratio(weight: Tensor, original: Tensor, now: Tensor, before: Tensor, moments: LayerMoments) -> Tensor:
-    """How many times larger the variance of each output is, within reason; 1 where there never was any."""
+    """How many times larger the variance of each output is, within limits; 1 where there never was any."""
     power = moments.original_power
     wanted = (_power(original, moments) if power is None else power.flatten()) - before.square()
     least = 1e-6 * wanted.mean().clamp_min(1e-30)
     ratio = (_power(weight, moments) - now.square()) / wanted.clamp_min(least)
-    return torch.where(wanted > least, ratio.clamp(1 / MOST_SPREAD, MOST_SPREAD), 1.0)
+    return torch.where(wanted > least, ratio.clamp(1 / LARGEST_CORRECTION, LARGEST_CORRECTION), 1.0)
 
 
 def small_leftovers(
     tensors: Mapping[str, Encoded], model: nn.Module | None, fold_norms: bool = True
 ) -> dict[str, Encoded]:
-    """The same model with what is kept raw made small, and its batch norms folded where the model is known.
+    """Makes what is kept raw small, and folds batch norms where the model is known.
 
     At inference a norm is y = a x + b. Its weight becomes a, its bias b, both in FP16; its running mean
-    becomes 0 and its running variance 1 - eps. The same function, but no longer one to train with batch
-    statistics. Tensors the caller excluded, or chose a method for, stay as they are.
+    becomes 0 and its running variance 1 - eps. The function is the same, but it can no longer be trained
+    with batch statistics. Tensors that the caller excluded, or chose a method for, stay as they are.
     """
     norms = (
         [] if model is None else [(f"{name}." if name else "", norm) for name, norm in model.named_modules()]
     )
     norms = [(prefix, norm) for prefix, norm in norms if isinstance(norm, NORMS)]
-    # Statistics that are to be trained stay numbers even where all are equal.
+    # Statistics that will be trained stay tensors even where all values are equal.
     trained = {prefix + part for prefix, _ in norms for part in _NORM_PARTS if not fold_norms}
     small = {
-        name: (half if name in trained else leftover)(decode(encoded)).noted(encoded.note)
+        name: (half if name in trained else shrink)(decode(encoded)).noted(encoded.note)
         for name, encoded in tensors.items()
-        if encoded.kind == "keep" and not encoded.note.startswith(DECIDED)
+        if encoded.kind == "keep" and not encoded.by_caller
     }
     for prefix, norm in norms if fold_norms else []:
         if all(prefix + part in small for part in _NORM_PARTS):
@@ -146,24 +145,28 @@ def _folded(
     return {prefix + part: encoded.noted(FOLDED) for part, encoded in named.items()}
 
 
-def leftover(value: Tensor) -> Encoded:
-    """A tensor that is no weight, as small as it goes: one number where all are equal, FP16 where that is close."""
+def shrink(value: Tensor) -> Encoded:
+    """A tensor that is not a weight, as small as possible: one value where all are equal, FP16 where that is close."""
     if value.numel() > 1 and bool((value == value.flatten()[0]).all()):
         return constant(value, value.flatten()[0])
-    return half(value) if value.is_floating_point() and value.dtype.itemsize > 2 else Keep().encode(value)
+    return (
+        half(value)
+        if value.is_floating_point() and value.dtype.itemsize > 2
+        else Keep().encode(Weight(value))
+    )
 
 
 def half(value: Tensor) -> Encoded:
-    """Rounded to FP16, or kept where FP16 would overflow or lose small numbers that differ."""
+    """Rounded to FP16, or kept where FP16 would overflow or flush most of the values to zero."""
     try:
-        encoded = Keep("float16").encode(value)
+        encoded = Keep("float16").encode(Weight(value))
     except WeightError:
-        return Keep().encode(value)
+        return Keep().encode(Weight(value))
     lost = (value != 0) & (value.abs() < 2.0**-14)
-    return Keep().encode(value) if lost.float().mean() > 0.5 else encoded
+    return Keep().encode(Weight(value)) if lost.float().mean() > 0.5 else encoded
 
 
 def constant(like: Tensor, number: float | Tensor) -> Encoded:
-    """A tensor of one value everywhere."""
+    """A tensor with one value everywhere."""
     value = torch.as_tensor(number, dtype=like.dtype).reshape(1).cpu()
     return Encoded("constant", tuple(like.shape), like.dtype, {"value": value})

@@ -1,4 +1,4 @@
-"""What a model answers: logits or values, answer by answer, padding left out."""
+"""What a model predicts: logits or values, one prediction per row, padding left out."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from factorpack.errors import SourceError
 _LOGITS = "logits"
 _BY_TOKEN = "last_hidden_state"
 _NAMES = (_LOGITS, "sentence_embedding", _BY_TOKEN)
-"""What an answer with several tensors is about: a choice first, then a whole text, then its tokens."""
+"""Which tensor of several counts: logits first, then one vector per text, then one per token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
-    """Answers of a batch, one a row: logits of classes, or else the mean of a Gaussian of their own spread."""
+class Predictions:
+    """Predictions for a batch, one per row: logits of classes, or else the mean of a Gaussian."""
 
     values: Tensor
-    """(answers, width)."""
-    logits: bool
+    """(predictions, width)."""
+    are_logits: bool
 
 
-def answer_of(output: Any, batch: Any = None) -> Answer:
-    """The answers in whatever a model returns for a batch.
+def predictions_of(output: Any, batch: Any = None) -> Predictions:
+    """The predictions in whatever a model returns for a batch.
 
-    A matrix and anything called `logits` are logits, one choice a row; a single number is a value. Of
-    anything else a sample is one answer, but each token of a text is one. Tokens that the batch's
-    `attention_mask` says are padding are none.
+    A matrix and anything called `logits` are logits, one choice per row; a single value is a value. Anything
+    else is one prediction per sample, or one per token of a text. Tokens that the batch's `attention_mask`
+    marks as padding do not count.
     """
-    name, tensor = _named(output)
+    name, tensor = _main_tensor(output)
     width = tensor.shape[-1] if tensor.dim() > 1 else 1
-    logits = width > 1 and (name == _LOGITS or (name == "" and tensor.dim() == 2))
+    are_logits = width > 1 and (name == _LOGITS or (name == "" and tensor.dim() == 2))
     mask = mask_of(batch)
     if mask is not None and tensor.dim() == 3 and tensor.shape[:2] == mask.shape:
-        return Answer(tensor[mask.to(tensor.device)], logits)
-    if logits or (name == _BY_TOKEN and tensor.dim() > 2):
-        return Answer(tensor.flatten(0, -2), logits)
-    return Answer(tensor.reshape(len(tensor), -1), logits=False)
+        return Predictions(tensor[mask.to(tensor.device)], are_logits)
+    if are_logits or (name == _BY_TOKEN and tensor.dim() > 2):
+        return Predictions(tensor.flatten(0, -2), are_logits)
+    return Predictions(tensor.reshape(len(tensor), -1), are_logits=False)
 
 
-def _named(output: Any) -> tuple[str, Tensor]:
-    """The tensor that an answer is about, and its name; a lone tensor has none."""
+def _main_tensor(output: Any) -> tuple[str, Tensor]:
+    """The tensor that holds the predictions, and its name; a lone tensor has none."""
     if isinstance(output, Tensor):
         return "", output
     for name in _NAMES:
@@ -56,6 +56,4 @@ def _named(output: Any) -> tuple[str, Tensor]:
     for value in values if isinstance(values, list | tuple) else []:
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
             return "first", value
-    raise SourceError(
-        f"the model answers with a {type(output).__name__}, in which there is no tensor of floats"
-    )
+    raise SourceError(f"the model returns a {type(output).__name__} that holds no tensor of floats")

@@ -1,4 +1,4 @@
-"""What a budget is planned by: the settings, and the work they are applied to."""
+"""How a budget is met, `Planner`, and what it is applied to, `BudgetRequest`."""
 
 from __future__ import annotations
 
@@ -9,40 +9,39 @@ from typing import Any
 
 from torch import nn
 
-from factorpack.budget.candidates import Rounding
 from factorpack.calibrate import Calibration
 from factorpack.errors import PlanError
-from factorpack.methods import Method
-from factorpack.methods.protocol import check_type
+from factorpack.methods import Method, SecondOrder
 from factorpack.methods.second_order import check_trellis
+from factorpack.methods.settings import check_type
 from factorpack.source import Source
 
-HELD_SHARE = 0.125
-"""Of the calibration inputs, kept aside to measure on."""
+HELD_OUT_SHARE = 0.125
+"""Share of the calibration inputs that is held out to measure on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """How a budget is met; every ingredient can be left out, to see what it is worth."""
+    """How a budget is met. Every ingredient can be switched off, to see what it is worth."""
 
     samples: int = 256
     """Calibration inputs to use: more are better, up to a thousand."""
     second_order: bool = True
-    """Error feedback on the layer's inputs; without it numbers are rounded one by one."""
+    """Error feedback on the layer's inputs; without it each value is rounded alone."""
     sequential: bool = True
-    """Each layer sees what the layers compressed before it produce, and makes up for them."""
+    """Each layer sees the outputs of the layers compressed before it, and compensates for their error."""
     basis: bool = True
-    """Latents in a basis over tiles, where that pays; without it the numbers themselves are rounded."""
+    """Latents in a basis over tiles where that pays; without it the values themselves are rounded."""
     equal_slope: bool = True
-    """Steps from each layer's sensitivity; without it one step for all, relative to each weight's spread."""
+    """Steps from each layer's sensitivity; without it one step for all, relative to each weight's RMS."""
     refine: bool = True
-    """Sensitivities put right by what each layer alone does to the answers to an eighth of the inputs."""
+    """Sensitivities corrected by what each layer alone does to the outputs on an eighth of the inputs."""
     correct_means: bool = True
-    """Mean outputs put right in norms and biases, layer by layer."""
-    correct_spread: bool = True
-    """Variances of outputs put right in the norms after them, where means are."""
+    """Mean outputs corrected in norms and biases, layer by layer."""
+    correct_variances: bool = True
+    """Output variances corrected in the norms that follow, where means are."""
     fold_norms: bool = True
-    """Batch norms as two FP16 numbers a channel; without it they are kept, and can be trained."""
+    """Batch norms as two FP16 values per channel; without it they are kept, and can be trained."""
     price: float = 0.08
     """What a bit is worth, in squared steps: less than theory's ln 2 / 6, chosen on training images."""
     damping: float = 0.1
@@ -59,14 +58,15 @@ class Planner:
                 "expected at least 1, at least 0, and above 0"
             )
 
-    @property
-    def rounding(self) -> Rounding:
-        return Rounding(self.price, self.damping, self.basis, self.trellis)
+    def method(self, step: float = 1.0, tile: int = 1, trellis: int = 0) -> SecondOrder:
+        """The method of a weight at a step, in the basis of a tile (1: none), along a trellis (0: none)."""
+        price, damping = self.price, self.damping
+        return SecondOrder(step, None, tile, price, damping, trellis=trellis, try_plain=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Work:
-    """What is to be compressed, with what is known of it and what the caller decided."""
+class BudgetRequest:
+    """What is to be compressed into a budget, what is known of it, and what the caller decided."""
 
     source: Source
     model: nn.Module | None

@@ -7,38 +7,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from factorpack.budget.excerpt import of_a_few, sample_of
-from factorpack.budget.meet import budget_bytes, source_bytes
-from factorpack.budget.planner import Planner
-from factorpack.budget.shares import Planned, planned
+from factorpack.budget.candidates import choose_method, curve_of
+from factorpack.budget.curves import Curve, allocate
+from factorpack.budget.excerpt import excerpt_of, measure_a_few
+from factorpack.budget.goals import budget_bytes, original_bytes
+from factorpack.budget.meet import AIM
+from factorpack.budget.planner import BudgetRequest, Planner
+from factorpack.budget.tensors import Tensors, split_tensors
 from factorpack.errors import PlanError, while_compressing
 from factorpack.format.container import head_bytes, stored
+from factorpack.format.packed_file import file_bytes
 from factorpack.format.schema import TensorRow
-from factorpack.methods import Method
-from factorpack.planning.families import DEFAULT_METHOD, asked
+from factorpack.methods import Method, Scalar
+from factorpack.planning.families import DEFAULT_METHOD, resolve_rules
 from factorpack.planning.rules import Choice, Rules
+from factorpack.quantize.uniform import MAX_STORED_BITS
 from factorpack.size import fp32_bytes, words
 from factorpack.source import Checkpoint, Entry, Source, open_source
 
-COMPRESS_FACTOR = {
-    "keep": 3.0,
-    "scalar": 5.0,
-    "qspca": 12.0,
-    "nncodec": 17.0,
-    "second_order": 17.0,
-    "aq": 19.0,
-    "vq": 6.0,
-    "svd": 6.0,
-    "lsq": 6.0,
-    "prune": 6.0,
-    "ttq": 8.0,
-}
-"""Bytes at the peak for one of the largest weight in FP32, by method: as measured on 2 to 8 million numbers."""
-USUAL_FACTOR = 12.0
 BUDGET_FACTOR, BUDGET_BUFFER, BEYOND_BUFFER = 52.0, 380e6, 7.0
-"""The same of a budget, which looks at several steps at once as long as a buffer has room for them."""
+"""Peak bytes per byte in FP32 for a budget, which tries several steps at once while a buffer has room."""
 LOAD_FACTOR = 2.0
-"""Beside all weights, of the one that is being decoded."""
+"""Beside all weights, for the one that is being decoded."""
+WHOLE_RUN = 1.3
+"""Seconds of planning, coding and closing the gap, per second of planning alone: as measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +40,7 @@ class TensorPlan:
     name: str
     shape: tuple[int, ...]
     words: str
-    """The encoding, as a person would say it."""
+    """The encoding in words."""
     note: str
     """Why, where a rule and not the caller chose it."""
     source_bytes: int
@@ -112,18 +104,15 @@ def plan(
     budgets = [budget for budget in (ratio, max_bytes) if budget is not None]
     if len(budgets) + (method is not None) > 1:
         raise PlanError("give one of a method, ratio and max_bytes")
-    name, rules = asked(recipe, opened, method, layers or {}, exclude, DEFAULT_METHOD, bool(budgets))
+    name, rules = resolve_rules(recipe, opened, method, layers or {}, exclude, DEFAULT_METHOD, bool(budgets))
     if not budgets:
         return _preview(opened, _by_rules(opened, rules), name)
-    wanted = budget_bytes(opened, ratio, max_bytes)
-    shared_out = planned(opened, rules, planner or Planner(), wanted)
-    preview = _preview(opened, _by_budget(opened, shared_out), name)
-    return replace(
-        preview,
-        budget_bytes=wanted,
-        smallest_bytes=shared_out.smallest_bytes,
-        planner=shared_out.planner,
-    )
+    wanted, planner = budget_bytes(opened, ratio, max_bytes), planner or Planner()
+    request = BudgetRequest(opened, None, None, planner, rules.layers, rules.exclude, progress=False)
+    tensors = split_tensors(request)
+    preview = _preview(opened, _by_budget(tensors, planner, wanted), name)
+    smallest = file_bytes(tensors.empty(), opened.aliases)
+    return replace(preview, budget_bytes=wanted, smallest_bytes=smallest, planner=planner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,54 +145,92 @@ def _preview(source: Source, estimates: Mapping[str, _Estimate], recipe: str) ->
     return Preview(
         tensors,
         len(head_bytes(rows, source.aliases)),
-        source_bytes(source),
+        original_bytes(source),
         int(max((estimate.peak_bytes for estimate in estimates.values()), default=0)),
         int(dense + LOAD_FACTOR * largest),
         recipe,
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one weight would get of a budget."""
+
+    bytes: float
+    tile: int
+    seconds: float
+
+
 def _by_rules(source: Source, rules: Rules) -> dict[str, _Estimate]:
     choices = rules.plan(source)
-    found = of_a_few(source, choices, lambda name: _encoded_in_part(name, source, choices[name]))
+    found = measure_a_few(source, choices, lambda name: _estimate(name, source, choices[name]))
     return {name: replace(one, row=replace(one.row, name=name)) for name, one in found.items()}
 
 
-def _encoded_in_part(name: str, source: Source, choice: Choice) -> _Estimate:
-    entry = source.entries[name]
-    weight = entry.load()
+def _estimate(name: str, source: Source, choice: Choice) -> _Estimate:
+    """From encoding an excerpt of a weight."""
+    weight = source.weight(name)
     started = time.perf_counter()
     with while_compressing(name):
-        sample = sample_of(weight, choice.method, source.transposed_groups.get(name, 0))
-        whole = sample.growth == 1.0
-        groups = source.transposed_groups.get(name, 0) if whole else 0
-        encoded = sample.method.encode(sample.values, groups).noted(choice.note)
+        excerpt = excerpt_of(weight, choice.method)
+        encoded = replace(choice, method=excerpt.method).encode(excerpt.weight)
     row = stored(name, encoded)[0]
-    seconds = sample.whole_seconds(time.perf_counter() - started)
+    seconds = excerpt.whole_seconds(time.perf_counter() - started)
     parts = {
-        part: replace(kept, stored_bytes=round(kept.stored_bytes * sample.part_growth(encoded, part)))
+        part: replace(kept, stored_bytes=round(kept.stored_bytes * excerpt.part_growth(encoded, part)))
         for part, kept in row.parts.items()
     }
-    factor = COMPRESS_FACTOR.get(choice.method.name, USUAL_FACTOR)
-    grown = replace(row, parts=parts, filler_bytes=round(row.filler_bytes * sample.growth))
-    return _Estimate(grown, words(encoded), seconds, factor * _dense_bytes(entry))
+    grown = replace(row, parts=parts, filler_bytes=round(row.filler_bytes * excerpt.growth))
+    peak = choice.method.peak_factor * _dense_bytes(source.entries[name])
+    return _Estimate(grown, words(encoded), seconds, peak)
 
 
-def _by_budget(source: Source, shared_out: Planned) -> dict[str, _Estimate]:
+def _by_budget(tensors: Tensors, planner: Planner, max_bytes: int) -> dict[str, _Estimate]:
+    """Every weight's share of a budget, and all other tensors as they will be stored."""
+    source, empty = tensors.source, tensors.empty()
+    shares = _share_out(tensors, planner, max_bytes)
     found = {}
     for name, entry in source.entries.items():
-        row = stored(name, shared_out.empty[name])[0]
-        if name in shared_out.weights:
-            share = shared_out.weights[name]
-            part = next(iter(row.parts))
-            codes = max(round(share.bytes) - row.stored_bytes + row.parts[part].stored_bytes, 0)
-            row = replace(row, parts={part: replace(row.parts[part], stored_bytes=codes)})
-            bits = f"{8 * share.bytes / entry.numel:.2f} bits a weight"
-            text = bits if share.tile == 1 else f"{bits}, in a basis over tiles of {share.tile}"
-            found[name] = _Estimate(row, text, share.seconds, _budget_peak(_dense_bytes(entry)))
-        else:
-            found[name] = _Estimate(row, words(shared_out.empty[name]), 0.0, 0.0)
+        row = stored(name, empty[name])[0]
+        if name not in shares:
+            found[name] = _Estimate(row, words(empty[name]), 0.0, 0.0)
+            continue
+        share = shares[name]
+        part = next(iter(row.parts))
+        codes = max(round(share.bytes) - row.stored_bytes + row.parts[part].stored_bytes, 0)
+        row = replace(row, parts={part: replace(row.parts[part], stored_bytes=codes)})
+        text = f"{8 * share.bytes / entry.numel:.2f} bits per weight"
+        text = text if share.tile == 1 else f"{text}, in a basis over tiles of {share.tile}"
+        found[name] = _Estimate(row, text, share.seconds, _budget_peak(_dense_bytes(entry)))
     return found
+
+
+def _share_out(tensors: Tensors, planner: Planner, max_bytes: int) -> dict[str, _Share]:
+    overhead = tensors.overhead_bytes(max_bytes)
+    bits = tensors.bits_per_weight(max_bytes - overhead)
+
+    def measure(name: str) -> tuple[Curve, float]:
+        started = time.perf_counter()
+        excerpt = excerpt_of(tensors.source.weight(name), Scalar())
+        with while_compressing(name):
+            method = choose_method(excerpt.weight, planner, bits)
+            curve, _ = curve_of(excerpt.weight, method, bits)
+        grown = [round(excerpt.growth * size) for size in curve.bytes]
+        whole = replace(curve, bytes=grown, numel=tensors.source.entries[name].numel)
+        return whole, excerpt.whole_seconds(time.perf_counter() - started)
+
+    found = measure_a_few(tensors.source, dict.fromkeys(tensors.coded), measure)
+    curves = {name: curve for name, (curve, _) in found.items()}
+    least = 1.01 * sum(curve.bytes[-1] for curve in curves.values())
+    steps = allocate(curves, max(AIM * max_bytes - overhead, least))
+    return {
+        name: _Share(
+            min(curve.bytes_at(steps[name]), curve.numel * MAX_STORED_BITS / 8),
+            curve.tile,
+            WHOLE_RUN * found[name][1],
+        )
+        for name, curve in curves.items()
+    }
 
 
 def _dense_bytes(entry: Entry) -> int:

@@ -1,4 +1,4 @@
-"""How much a model's answers depend on each layer's outputs: Fisher information, from a few inputs."""
+"""How much a model's predictions depend on each layer's outputs: Fisher information, from a few inputs."""
 
 from __future__ import annotations
 
@@ -10,50 +10,51 @@ import torch
 from torch import Tensor, nn
 
 from factorpack.batches import batch_size, forward
-from factorpack.budget.outputs import Answer, answer_of
+from factorpack.budget.outputs import Predictions, predictions_of
 from factorpack.calibrate import Calibration
 from factorpack.errors import SourceError
 
 
 @dataclass(slots=True, eq=False)
 class Information:
-    """Fisher information at a layer's outputs, of one answer: the mean of its diagonal, and of an embedding all.
+    """Fisher information at a layer's outputs, per prediction: the mean of its diagonal; all of it for embeddings.
 
     Half of `level`, times the squared error that compression leaves in a channel's output, is what a layer
-    adds to the Kullback-Leibler divergence from the original's answers.
+    adds to the Kullback-Leibler divergence from the original's predictions.
     """
 
     level: float = 0.0
     metric: Tensor | None = None
-    """Of an embedding of D numbers a row: E[g g^T] of the gradients g at its outputs, (D, D)."""
+    """For an embedding of width D: E[g g^T] of the gradients g at its outputs, (D, D)."""
 
 
-def information(
+def measure_information(
     model: nn.Module, calibration: Calibration, layers: Sequence[str], samples: int = 128, seed: int = 0
 ) -> dict[str, Information]:
     """The squared gradient of the model's own log-likelihood at the outputs of some layers.
 
-    Summed over positions, averaged over channels and answers. Labels are drawn from the model's own answers,
-    so none are needed. Answers that are no logits count as the mean of a Gaussian of their own spread.
+    Summed over positions, averaged over channels and predictions. Labels are drawn from the model's own
+    predictions, so none are needed. Values that are not logits count as the mean of a Gaussian whose standard
+    deviation is their own RMS.
     """
     generator = torch.Generator().manual_seed(seed)
     totals = {name: Information() for name in layers}
-    seen, answers = 0, 0
+    seen, predictions = 0, 0
     for batch in calibration.batches if layers else []:
-        answers += _add_gradients(totals, model, batch, generator)
+        predictions += _add_gradients(totals, model, batch, generator)
         seen += batch_size(batch)
         if seen >= samples:
             break
     for each in totals.values():
-        each.level /= answers
-        each.metric = None if each.metric is None else each.metric / answers
+        each.level /= predictions
+        each.metric = None if each.metric is None else each.metric / predictions
     return totals
 
 
 def _add_gradients(
     totals: dict[str, Information], model: nn.Module, batch: Any, generator: torch.Generator
 ) -> int:
-    """Adds what one batch shows of each layer; the number of its answers."""
+    """Adds what one batch shows of each layer; returns its number of predictions."""
     outputs: list[tuple[str, Tensor]] = []
 
     def catch(name: str) -> Callable[[nn.Module, Any, Any], Tensor]:
@@ -67,11 +68,11 @@ def _add_gradients(
     hooks = [model.get_submodule(name).register_forward_hook(catch(name)) for name in totals]
     try:
         with torch.enable_grad():
-            answer = answer_of(forward(model, batch), batch)
-            loss = _log_likelihood(answer, generator)
+            predictions = predictions_of(forward(model, batch), batch)
+            loss = _log_likelihood(predictions, generator)
             if not loss.requires_grad:
                 raise SourceError(
-                    "the model's answers have no gradient, so nothing is known of what its layers matter: "
+                    "the model's outputs have no gradient, so its layers' sensitivities cannot be measured: "
                     "its forward must run without torch.no_grad() or a conversion to integers"
                 )
             found = torch.autograd.grad(loss, [output for _, output in outputs], allow_unused=True)
@@ -81,7 +82,7 @@ def _add_gradients(
     for (name, output), gradient in zip(outputs, found, strict=True):
         if gradient is not None:
             _add(totals[name], model.get_submodule(name), output, gradient)
-    return len(answer.values)
+    return len(predictions.values)
 
 
 def _add(total: Information, layer: nn.Module, output: Tensor, gradient: Tensor) -> None:
@@ -93,15 +94,15 @@ def _add(total: Information, layer: nn.Module, output: Tensor, gradient: Tensor)
         total.metric = outer if total.metric is None else total.metric + outer
 
 
-def _log_likelihood(answer: Answer, generator: torch.Generator) -> Tensor:
-    """The log-likelihood of a drawn answer, summed over the answers."""
-    values = answer.values
-    if answer.logits:
+def _log_likelihood(predictions: Predictions, generator: torch.Generator) -> Tensor:
+    """The log-likelihood of labels drawn from the predictions, summed over all of them."""
+    values = predictions.values
+    if predictions.are_logits:
         shares = values.detach().float().softmax(1).cpu()
         if shares.isnan().any():
-            raise SourceError("the model answers with NaN or infinity on the calibration data")
+            raise SourceError("the model returns NaN or infinity on the calibration data")
         labels = torch.multinomial(shares, 1, generator=generator)[:, 0].to(values.device)
         return nn.functional.cross_entropy(values.float(), labels, reduction="sum")
     noise = torch.randn(values.shape, generator=generator).to(values)
-    spread = values.detach().float().square().mean().sqrt().clamp_min(1e-12)
-    return (values * noise).sum() / spread
+    deviation = values.detach().float().square().mean().sqrt().clamp_min(1e-12)
+    return (values * noise).sum() / deviation

@@ -1,4 +1,4 @@
-"""The search for a step, or a price, at which a weight takes a wanted number of bytes."""
+"""Searching for the step, or the price, at which a weight takes a given number of bytes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Search:
-    """Secants on the logarithm of a number whose bytes fall as it grows, held inside what is known."""
+class StepSearch:
+    """Secant steps on the logarithm of a setting whose bytes fall as it grows, kept within known bounds."""
 
     def __init__(self, numel: int) -> None:
         self.numel = numel
         self.known: list[tuple[float, int]] = []
-        """Numbers tried, and the bytes they gave."""
+        """Settings tried, and the bytes they gave."""
         self.low: float | None = None
-        """The largest number known to give more than was wanted, and the smallest to give less."""
+        """The largest setting known to give too many bytes, and the smallest to give too few."""
         self.high: float | None = None
 
-    def after(self, number: float, size: int, wanted: float) -> float:
-        """What to try next, now that `number` has given `size` bytes and `wanted` are wanted."""
+    def next_after(self, number: float, size: int, wanted: float) -> float:
+        """What to try next, after `number` gave `size` bytes where `wanted` are needed."""
         guess = number * float(2.0 ** self._octaves(number, size, wanted))
         self.known.append((number, size))
         if size > wanted:
@@ -34,7 +34,7 @@ class Search:
         return guess
 
     def finest(self, number: float) -> float:
-        """The largest number known to give too much; `number` where there is none."""
+        """The largest setting known to give too many bytes; `number` where there is none."""
         return self.low if self.low is not None else number
 
     def _octaves(self, number: float, size: int, wanted: float) -> float:
@@ -47,38 +47,38 @@ class Search:
         return max(-1.5, min(1.5, (wanted - size) / slope))
 
 
-class Closing:
-    """How the one weight is coded that makes up for what all others missed.
+class GapSearch:
+    """The step, then the price, of the one weight that closes the gap to a budget.
 
-    By its step first. Bytes may fall in stairs as the step grows; then by the price of its bits.
+    Bytes may fall in stairs as the step grows; the price of its bits then decides.
     """
 
     BY_STEP = 8
 
     def __init__(self, numel: int, step: float, price: float) -> None:
         self.step, self.price = step, price
-        self._numel, self._search, self._tries = numel, Search(numel), 0
+        self._numel, self._search, self._tries = numel, StepSearch(numel), 0
 
-    def after(self, size: int, wanted: float) -> None:
-        """Moves on, now that the weight has taken `size` bytes and `wanted` are wanted of it."""
+    def move(self, size: int, wanted: float) -> None:
+        """Moves on, after the weight took `size` bytes where `wanted` are needed."""
         if self._tries < self.BY_STEP:
-            self.step = self._search.after(self.step, size, wanted)
+            self.step = self._search.next_after(self.step, size, wanted)
         else:
             price = max(self.price, 0.01)
             if self._tries == self.BY_STEP:
-                self.step, self._search = self._search.finest(self.step), Search(self._numel)
+                self.step, self._search = self._search.finest(self.step), StepSearch(self._numel)
                 self._search.known.append((price, size))
-            self.price = self._search.after(price, size, wanted)
+            self.price = self._search.next_after(price, size, wanted)
         self._tries += 1
 
 
 @dataclass(slots=True)
-class Best(Generic[T]):
-    """The largest file found within a budget: its bytes, and what it is made of by name."""
+class BestFit(Generic[T]):
+    """The largest file found within a budget: its bytes, and its tensors by name."""
 
     size: int = 0
-    found: Mapping[str, T] = field(default_factory=dict)
+    tensors: Mapping[str, T] = field(default_factory=dict)
 
-    def offer(self, max_bytes: int, size: int, made_of: Mapping[str, T]) -> None:
+    def offer(self, max_bytes: int, size: int, tensors: Mapping[str, T]) -> None:
         if self.size < size <= max_bytes:
-            self.size, self.found = size, dict(made_of)
+            self.size, self.tensors = size, dict(tensors)

@@ -15,9 +15,9 @@ from rich.table import Table
 
 from factorpack.commands.engine_options import EngineName, engine_of
 from factorpack.commands.finetune import BatchSize, ImageSize, Json, Model, Workers
-from factorpack.comparison.figure import pareto, save_figure, title_of
+from factorpack.comparison.figure import pareto, save_figure
 from factorpack.comparison.grid import Point
-from factorpack.comparison.opponents import OPPONENTS, PLANNED
+from factorpack.comparison.opponents import COMPARED, PLANNED, title_of
 from factorpack.comparison.request import Request
 from factorpack.errors import PlanError
 from factorpack.format.atomic import atomic_write
@@ -35,7 +35,7 @@ def compare(
         Path, typer.Option("--output", "-o", help="A folder for files, points, table and figure.")
     ] = Path("comparison"),
     methods: Annotated[
-        str, typer.Option(help=f"'all', or some of {PLANNED}, {', '.join(OPPONENTS)}, with commas.")
+        str, typer.Option(help=f"'all', or some of {PLANNED}, {', '.join(COMPARED)}, with commas.")
     ] = "all",
     ratios: Annotated[str, typer.Option(help="Times smaller than FP32, with commas.")] = "5,10,20,30,40",
     calibration: Annotated[

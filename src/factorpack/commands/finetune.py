@@ -21,7 +21,7 @@ from factorpack.errors import PlanError
 from factorpack.format.container import check_target, is_packed
 from factorpack.format.locks import locked
 from factorpack.format.overwrite import check_output
-from factorpack.methods.protocol import build, samples_of
+from factorpack.methods.settings import build_settings
 from factorpack.packed import Packed, load, save
 from factorpack.planning.families import DEFAULT_METHOD
 from factorpack.planning.recipe import Recipe, read_recipe
@@ -160,7 +160,9 @@ def finetune(
         check_target(target)
         check_output(target, source, teacher, recipe, data)
     check_output(output, state)
-    schedule: Schedule = build(Schedule, {**(stated.finetune if stated else {}), **given}, "fine-tuning")
+    schedule: Schedule = build_settings(
+        Schedule, {**(stated.finetune if stated else {}), **given}, "fine-tuning"
+    )
     net = model_from(model).to(device())
     pictures = ImageFolder(image_folder(data, "train"), image_size, augment=True)
     batches = loader(pictures, batch_size, workers, shuffle=True)
@@ -248,7 +250,7 @@ def _packed(source: Path, recipe: Recipe | None, net: nn.Module, batches: Any) -
         raise PlanError(f"{source} is not a packed file: give a --recipe to compress it by")
     rules: Rules = recipe.rules
     weights_into(net, source)
-    wanted = max(samples_of(method) for method in (rules.method, *rules.layers.values()))
+    wanted = max(method.samples for method in (rules.method, *rules.layers.values()))
     calibration = batches if wanted else None
     return compress(
         net, rules.method, layers=rules.layers, exclude=list(rules.exclude), calibration=calibration

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from factorpack.budget.curves import load_curves
 from factorpack.commands.finetune import Json
-from factorpack.comparison.figure import title_of
+from factorpack.comparison.opponents import title_of
 from factorpack.comparison.saved import read_comparison
 from factorpack.errors import PlanError
 from factorpack.format.overwrite import check_output

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from factorpack.comparison.grid import Grid, Point, compare
-from factorpack.comparison.opponents import OPPONENTS, PLANNED
+from factorpack.comparison.opponents import COMPARED, PLANNED
 
-__all__ = ["OPPONENTS", "PLANNED", "Grid", "Point", "compare"]
+__all__ = ["COMPARED", "PLANNED", "Grid", "Point", "compare"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from factorpack.comparison.grid import Point
-from factorpack.comparison.opponents import OPPONENTS, PLANNED
+from factorpack.comparison.opponents import COMPARED, PLANNED, title_of
 from factorpack.errors import PlanError
 
 INK = "#222222"
@@ -19,19 +19,12 @@ COLOURS = (
 MARKS = "o^vsDPX*<>hpdH8"
 
 
-def title_of(name: str) -> str:
-    """What a method is called in tables and figures; one of another version keeps its own name."""
-    if name == PLANNED:
-        return "planned to a budget"
-    return OPPONENTS[name].title if name in OPPONENTS else name
-
-
 def pareto(points: Sequence[Point], original: float | None, axes: Any = None) -> Any:
     """Top-1 against the files' ratios, on `axes`, or in a new figure with a legend; returns the figure."""
     alone = axes is None
     if alone:
         axes = _pyplot().figure(figsize=(9.6, 5.6)).add_subplot()
-    for place, name in enumerate((PLANNED, *OPPONENTS)):
+    for place, name in enumerate((PLANNED, *COMPARED)):
         line = sorted(
             (point.file_ratio, 100 * point.measured["top1"])
             for point in points

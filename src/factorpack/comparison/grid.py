@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from factorpack.budget.meet import budget_bytes, source_bytes
+from factorpack.budget.goals import budget_bytes, original_bytes
 from factorpack.budget.norms import small_leftovers
 from factorpack.budget.planner import Planner
 from factorpack.comparison.ladders import Ladders
-from factorpack.comparison.opponents import OPPONENTS, PLANNED, chosen, for_sizing, without_data
+from factorpack.comparison.opponents import COMPARED, PLANNED, choose_compared
 from factorpack.comparison.permute import permute_model
 from factorpack.compression import compress
 from factorpack.decoding import decode
@@ -27,7 +27,7 @@ from factorpack.format.atomic import atomic_write
 from factorpack.format.locks import locked
 from factorpack.format.packed_file import file_bytes
 from factorpack.format.streams import raw_bytes
-from factorpack.methods import Method, samples_of
+from factorpack.methods import Method
 from factorpack.methods.codeword_tiles import tile_of
 from factorpack.packed import Packed, load, save
 from factorpack.planning.rules import not_a_weight
@@ -90,7 +90,7 @@ class Grid:
         """The methods by name; what is no method or no ratio is refused before any work is done."""
         for ratio in self.ratios:
             budget_bytes(self._source, ratio)
-        return chosen(self.methods)
+        return choose_compared(self.methods)
 
     @cached_property
     def _source(self) -> Any:
@@ -106,9 +106,9 @@ class Grid:
     @cached_property
     def _ladders(self) -> dict[str, Ladders]:
         return {
-            name: Ladders(each.ladders, partial(self._sized, self._start_of(name)))
-            for name, each in OPPONENTS.items()
-            if name in chosen(self.methods)
+            name: Ladders(method.ladders(), partial(self._sized, self._start_of(name)))
+            for name, method in COMPARED.items()
+            if name in choose_compared(self.methods)
         }
 
     @cached_property
@@ -121,10 +121,10 @@ class Grid:
         return f"{mark:08x}"
 
     def _start_of(self, name: str) -> nn.Module:
-        return self._permuted if name != PLANNED and OPPONENTS[name].permutes else self.model
+        return self._permuted if name != PLANNED and COMPARED[name].permutes else self.model
 
     def _sized(self, model: nn.Module, method: Method) -> tuple[int, float]:
-        packed = self._small(compress(model, for_sizing(method), progress=False))
+        packed = self._small(compress(model, method.for_sizing(), progress=False))
         return file_bytes(dict(packed), packed.aliases), weight_error(model, packed)
 
     def _small(self, packed: Packed) -> Packed:
@@ -142,11 +142,11 @@ class Grid:
         else:
             method = self._ladders[name].within(budget_bytes(self._source, ratio))
             if method is None:
-                least = source_bytes(self._source) / self._ladders[name].smallest()
+                least = original_bytes(self._source) / self._ladders[name].smallest()
                 return self._keep(Point(name, ratio, f"{least:.1f}x is the smallest it makes"))
             started = time.perf_counter()
-            batches = self.calibration if samples_of(method) and self.calibration else None
-            method = method if batches else without_data(method)
+            batches = self.calibration if method.samples and self.calibration else None
+            method = method if batches else method.without_data()
             settings = _words(method)
             packed = compress(start, method, calibration=batches, progress=False)
         seconds = time.perf_counter() - started
@@ -276,4 +276,4 @@ def _words(method: Method) -> str:
 
 def _large_tile(_name: str, shape: tuple[int, ...]) -> int:
     """Channels are ordered for tiles over several of them: small ones lie inside a kernel."""
-    return tile_of(shape, regime="large")
+    return tile_of(shape, "large")

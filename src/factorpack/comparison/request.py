@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from factorpack.budget.budgeter import MOMENT_BYTES
-from factorpack.budget.meet import source_bytes
+from factorpack.budget.goals import original_bytes
+from factorpack.budget.knowledge import MOMENT_BYTES
 from factorpack.budget.planner import Planner
 from factorpack.comparison.grid import Evaluate, Grid, Point, files_of
-from factorpack.comparison.opponents import PLANNED, chosen
+from factorpack.comparison.opponents import PLANNED, choose_compared
 from factorpack.engine import Engine, Task, outcomes
 from factorpack.errors import PlanError
 from factorpack.format.locks import locked
@@ -58,7 +58,7 @@ class Request:
         """
         if self.epochs and self.data is None:
             raise PlanError("--epochs trains on pictures: say where they are with --data")
-        for written in (*WRITTEN, *files_of(chosen(self.methods), self.ratios)):
+        for written in (*WRITTEN, *files_of(choose_compared(self.methods), self.ratios)):
             check_output(self.output / written, self.source, self.calibration, self.data)
         grid = self.grid(progress)
         grid.check()
@@ -72,7 +72,7 @@ class Request:
 
     def tasks(self) -> list[Task]:
         """One a method, which looks up the sizes of its settings once; the planner's points one by one."""
-        need = BASE_BYTES + COPIES * source_bytes(open_source(self.source))
+        need = BASE_BYTES + COPIES * original_bytes(open_source(self.source))
         need += MOMENT_BYTES if self.calibration is not None else 0
         told = replace(
             self,
@@ -84,7 +84,7 @@ class Request:
         )
         return [
             Task(name, make_points, (replace(told, methods=[name], ratios=ratios),), need, len(ratios))
-            for name in chosen(self.methods)
+            for name in choose_compared(self.methods)
             for ratios in ([[ratio] for ratio in self.ratios] if name == PLANNED else [self.ratios])
         ]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from factorpack.methods.abcnet import ABCNet
 from factorpack.methods.aq import AQ
+from factorpack.methods.base import Method, from_fields
 from factorpack.methods.bgd import BGD
 from factorpack.methods.keep import Keep
 from factorpack.methods.lsq import LSQ
 from factorpack.methods.nncodec import NNCodec
 from factorpack.methods.pqf import PQF
-from factorpack.methods.protocol import Method, from_fields, samples_of
 from factorpack.methods.prune import Prune
 from factorpack.methods.qspca import QSPCA
 from factorpack.methods.scalar import Scalar
@@ -24,11 +24,6 @@ METHODS: dict[str, type[Method]] = {
     "qspca": QSPCA,
     "scalar": Scalar,
     "second_order": SecondOrder,
-    "vq": VQ,
-    "bgd": BGD,
-    "pqf": PQF,
-    "aq": AQ,
-    "keep": Keep,
     "lsq": LSQ,
     "ttq": TTQ,
     "abcnet": ABCNet,
@@ -36,8 +31,13 @@ METHODS: dict[str, type[Method]] = {
     "nncodec": NNCodec,
     "svd": SVD,
     "spatial_svd": SpatialSVD,
+    "vq": VQ,
+    "bgd": BGD,
+    "pqf": PQF,
+    "aq": AQ,
+    "keep": Keep,
 }
-"""Every method, by the name recipes and the command line use."""
+"""Every method, by the name that recipes and the command line use. A new method joins here."""
 
 __all__ = [
     "AQ",
@@ -59,5 +59,4 @@ __all__ = [
     "SecondOrder",
     "SpatialSVD",
     "from_fields",
-    "samples_of",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,15 +11,18 @@ from torch import Tensor
 
 from factorpack.decoding import level_range
 from factorpack.errors import PlanError
-from factorpack.methods.protocol import check_type, rows_of
+from factorpack.methods.base import Method
+from factorpack.methods.keep import Keep
+from factorpack.methods.settings import check_type
 from factorpack.quantize.uniform import storable
-from factorpack.record import Encoded, LayerMoments, LayerSample
+from factorpack.record import Encoded
+from factorpack.weight import Weight
 
 MOST_BASES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class ABCNet:
+class ABCNet(Method):
     """Accurate binary convolution (Lin et al. 2017), of weights alone: W ~ sum_i a_i B_i.
 
     B_i = sign(w - mean(w) + u_i std(w)), with M = `bases` shifts u_i spread evenly over [-1, 1] (0 for a
@@ -33,6 +37,7 @@ class ABCNet:
     channels: bool = False
 
     name: ClassVar[str] = "abcnet"
+    title: ClassVar[str] = "ABC-Net"
 
     def __post_init__(self) -> None:
         check_type("bases", self.bases, int)
@@ -40,20 +45,22 @@ class ABCNet:
         if not 1 <= self.bases <= MOST_BASES:
             raise PlanError(f"bases is {self.bases}, allowed are 1 to {MOST_BASES}")
 
-    def encode(
-        self,
-        weight: Tensor,
-        transposed_groups: int = 0,
-        sample: LayerSample | LayerMoments | None = None,  # noqa: ARG002
-    ) -> Encoded:
-        rows = rows_of(weight, transposed_groups)
+    def encode(self, weight: Weight) -> Encoded:
+        rows = weight.rows()
         shared = rows if self.channels else rows.reshape(1, -1)
         positive = self._positive_signs(shared)
         levels = storable(_sums(shared, positive, self.bases))
         low, _ = level_range(self.bases + 1)
         parts = {"codes": (positive + low).to(torch.int8).reshape(rows.shape), "levels": levels}
         bits = {"codes": self.bases.bit_length()}
-        return Encoded("levels", tuple(weight.shape), weight.dtype, parts, bits, transposed_groups)
+        return weight.encoded("levels", parts, bits)
+
+    @classmethod
+    def ladders(cls) -> Sequence[Sequence[Method]]:
+        return [[cls(bases) for bases in range(1, MOST_BASES + 1)]]
+
+    def for_classifier(self) -> Method:
+        return Keep()
 
     def _positive_signs(self, rows: Tensor) -> Tensor:
         """How many of the M signs of each number are positive: (r, n), whole."""

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from factorpack.errors import PlanError
+from factorpack.methods.base import Method
 from factorpack.methods.codeword_tiles import check_settings, cut, tile_of
-from factorpack.methods.protocol import check_type
-from factorpack.record import Encoded, LayerMoments, LayerSample
+from factorpack.methods.settings import check_type, powers_of_two
+from factorpack.record import Encoded
 from factorpack.solve.additive import additive, with_best_codes
+from factorpack.weight import Weight
 
 MOST_CODEWORDS = 4096
 """Of all codebooks together: they are solved for at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class AQ:
+class AQ(Method):
     """Each tile is a sum of `codebooks` codewords, one of each codebook (Z binary in the paper's frame).
 
     Tiles are those of `VQ`, so that an index more a tile is paid for a closer sum; a `tile` that is
@@ -33,6 +35,8 @@ class AQ:
     seed: int = 0
 
     name: ClassVar[str] = "aq"
+    title: ClassVar[str] = "AQ"
+    peak_factor: ClassVar[float] = 19.0
 
     def __post_init__(self) -> None:
         check_settings(self.codewords, self.tile, self.iterations, self.seed)
@@ -42,14 +46,9 @@ class AQ:
                 f"codebooks is {self.codebooks}, expected at least 1, and {MOST_CODEWORDS} codewords at most in all"
             )
 
-    def encode(
-        self,
-        weight: Tensor,
-        transposed_groups: int = 0,
-        sample: LayerSample | LayerMoments | None = None,  # noqa: ARG002
-    ) -> Encoded:
-        tile = self.tile or tile_of(tuple(weight.shape), transposed_groups)
-        tiles = cut(weight, transposed_groups, tile, self.codewords, self.codebooks)
+    def encode(self, weight: Weight) -> Encoded:
+        tile = self.tile or tile_of(weight.shape)
+        tiles = cut(weight, tile, self.codewords, self.codebooks)
         if isinstance(tiles, Encoded):
             return tiles
         generator = torch.Generator().manual_seed(self.seed)
@@ -57,3 +56,13 @@ class AQ:
         stored = tiles.stored(sums.codebooks)
         rounded = with_best_codes(replace(sums, codebooks=tiles.in_unit(stored)))
         return tiles.encoded(stored, rounded.indices)
+
+    @classmethod
+    def ladders(cls) -> Sequence[Sequence[Method]]:
+        return [[cls(codebooks, codewords) for codewords in powers_of_two(2, 9)] for codebooks in (2, 4)]
+
+    def for_classifier(self) -> Method:
+        return self
+
+    def for_sizing(self) -> Method:
+        return replace(self, iterations=1)

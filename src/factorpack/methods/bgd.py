@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import inf
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.methods.codeword_tiles import Regime, Tiles, check_regime, check_settings, cut, tile_of
-from factorpack.methods.protocol import check_type
+from factorpack.methods.base import Method
+from factorpack.methods.codeword_tiles import (
+    CLASSIFIER_CODEWORDS,
+    CLASSIFIER_TILE,
+    Regime,
+    Tiles,
+    check_regime,
+    check_settings,
+    codeword_ladders,
+    cut,
+    tile_of,
+)
+from factorpack.methods.settings import check_type
 from factorpack.methods.vq import VQ
-from factorpack.record import Encoded, LayerMoments, LayerSample
+from factorpack.record import Encoded, LayerMoments
 from factorpack.solve.block_metric import block_problem, in_order
 from factorpack.solve.kmeans import spread
+from factorpack.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
-class BGD:
+class BGD(Method):
     """Vector quantization whose distances are those of the layer's output on calibration data.
 
     An error e of a tile costs e^T H e, with H the second moment of the inputs that the tile meets: with
@@ -44,6 +56,7 @@ class BGD:
     """Calibration samples a layer needs."""
 
     name: ClassVar[str] = "bgd"
+    title: ClassVar[str] = "BGD"
     wants_moments: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -58,21 +71,26 @@ class BGD:
                 f"damping {self.damping}, samples {self.samples}: expected above 0, and from 0 up"
             )
 
-    def encode(
-        self,
-        weight: Tensor,
-        transposed_groups: int = 0,
-        sample: LayerSample | LayerMoments | None = None,
-    ) -> Encoded:
-        if isinstance(sample, LayerSample):
-            raise PlanError("BGD takes moments of a layer's inputs, not a sample of them")
-        tile = self.tile or tile_of(tuple(weight.shape), transposed_groups, self.regime)
-        if sample is None or sample.second.shape[1] % tile:
-            reason = "no calibration data" if sample is None else f"{tile} does not divide a filter"
+    def encode(self, weight: Weight) -> Encoded:
+        moments = self.moments_of(weight)
+        tile = self.tile or tile_of(weight.shape, self.regime, weight.filter_size)
+        if moments is None or moments.second.shape[1] % tile:
+            reason = "no calibration data" if moments is None else f"{tile} does not divide a filter"
             plain = VQ(self.codewords, tile, self.regime, self.iterations, self.seed)
-            return plain.encode(weight, transposed_groups).noted(f"plain k-means: {reason}")
-        tiles = cut(weight.to(sample.second.device), transposed_groups, tile, self.codewords)
-        return tiles if isinstance(tiles, Encoded) else self._fitted(tiles, sample)
+            return plain.encode(weight).noted(f"plain k-means: {reason}")
+        moved = replace(weight, values=weight.values.to(moments.second.device))
+        tiles = cut(moved, tile, self.codewords)
+        return tiles if isinstance(tiles, Encoded) else self._fitted(tiles, moments)
+
+    @classmethod
+    def ladders(cls) -> Sequence[Sequence[Method]]:
+        return codeword_ladders(cls)
+
+    def for_classifier(self) -> Method:
+        return replace(self, codewords=CLASSIFIER_CODEWORDS, tile=CLASSIFIER_TILE)
+
+    def for_sizing(self) -> Method:
+        return replace(self, iterations=1)
 
     def _fitted(self, tiles: Tiles, moments: LayerMoments) -> Encoded:
         problem = block_problem(tiles.points, moments, self.gram == "shared", self.damping)

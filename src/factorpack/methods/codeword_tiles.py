@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -11,18 +12,22 @@ from torch import Tensor
 
 from factorpack.decoding import index_bits
 from factorpack.errors import PlanError
-from factorpack.methods.protocol import as_finite, check_type
+from factorpack.methods.base import Method
 from factorpack.methods.scalar import Scalar
+from factorpack.methods.settings import check_type, powers_of_two
 from factorpack.quantize.uniform import MAX_STORED_BITS, code_dtype, storable_values
 from factorpack.record import Encoded
 from factorpack.solve.kmeans import nearest
-from factorpack.tiles import out_first_shape, tile_count, to_tiles
+from factorpack.tiles import tile_count
+from factorpack.weight import Weight
 
 Regime = Literal["small", "large"]
 CODEWORDS = (2, 1 << MAX_STORED_BITS)
 TILES = (1, 4096)
 POINTWISE_TILE = 4
-TILES_A_CODEWORD = 4
+CLASSIFIER_CODEWORDS, CLASSIFIER_TILE = 2048, 4
+"""What the papers of BGD and PQF give ResNet18's classifier."""
+TILES_PER_CODEWORD = 4
 """Fewer would make a codebook as large as what it saves."""
 FALLBACK = Scalar(bits=8)
 
@@ -45,15 +50,27 @@ def check_regime(regime: str) -> None:
         raise PlanError(f"regime is {regime!r}, allowed are 'small' and 'large'")
 
 
-def tile_of(shape: tuple[int, ...], transposed_groups: int = 0, regime: Regime = "small") -> int:
-    """A kernel of a convolution that has one, else 4 numbers; twice that for large blocks where it divides.
+def codeword_ladders(make: Callable[..., Method]) -> list[list[Method]]:
+    """Codewords of whole kernels, then of smaller tiles: many short codewords make large files."""
+    kernels = [
+        [make(codewords=count, regime=regime) for count in powers_of_two(3, 11)]
+        for regime in ("large", "small")
+    ]
+    small = [[make(codewords=count, tile=tile) for count in powers_of_two(4, 12)] for tile in (4, 2)]
+    return [*kernels, *small]
 
-    >>> tile_of((64, 32, 3, 3)), tile_of((64, 32, 1, 1)), tile_of((64, 32)), tile_of((64, 32), regime="large")
+
+def tile_of(shape: tuple[int, ...], regime: Regime = "small", filter_size: int | None = None) -> int:
+    """A kernel of a convolution that has one, else 4 values; twice that for large tiles where it divides.
+
+    `filter_size` counts the values of one output filter, where the first dimension is not the outputs.
+
+    >>> tile_of((64, 32, 3, 3)), tile_of((64, 32, 1, 1)), tile_of((64, 32)), tile_of((64, 32), "large")
     (9, 4, 4, 8)
     """
     kernel = math.prod(shape[2:])
     small = kernel if kernel > 1 else POINTWISE_TILE
-    filter_size = math.prod(out_first_shape(shape, transposed_groups)[1:])
+    filter_size = math.prod(shape[1:]) if filter_size is None else filter_size
     return 2 * small if regime == "large" and filter_size % (2 * small) == 0 else small
 
 
@@ -61,8 +78,8 @@ def tile_of(shape: tuple[int, ...], transposed_groups: int = 0, regime: Regime =
 class Tiles:
     """A weight's tiles, in a unit in which no square overflows, and how many codewords they may have."""
 
-    like: Encoded
-    """What it will be, but for its parts."""
+    weight: Weight
+    note: str
     points: Tensor
     """(n, d)."""
     unit: float
@@ -90,9 +107,7 @@ class Tiles:
             "codebook": torch.cat([codebook for codebook, _ in ordered]).contiguous(),
             "indices": torch.stack([codes for _, codes in ordered]).to(code_dtype(bits)),
         }
-        like = self.like
-        groups, note = like.transposed_groups, like.note
-        return Encoded("codewords", like.shape, like.dtype, parts, {"indices": bits}, groups, note=note)
+        return self.weight.encoded("codewords", parts, {"indices": bits}, note=self.note)
 
 
 def _by_frequency(codebook: Tensor, indices: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -109,23 +124,20 @@ def _by_frequency(codebook: Tensor, indices: Tensor, bits: int) -> tuple[Tensor,
     return torch.empty_like(codebook).index_copy_(0, place_of, codebook), codes[place_of][indices]
 
 
-def cut(
-    weight: Tensor, transposed_groups: int, tile: int, codewords: int, stages: int = 1
-) -> Tiles | Encoded:
+def cut(weight: Weight, tile: int, codewords: int, stages: int = 1) -> Tiles | Encoded:
     """The tiles of a weight; or the weight in 8-bit codes, where codewords would not be smaller.
 
     There are at most a quarter as many codewords, of all stages together, as tiles, and at least two a stage.
     """
-    working = as_finite(weight)
+    working = weight.finite()
     tile = min(tile, working.numel())
     number = tile_count(working.numel(), tile)
-    count = min(codewords, number // (TILES_A_CODEWORD * stages))
+    count = min(codewords, number // (TILES_PER_CODEWORD * stages))
     bits = stages * (16 * count * tile + number * index_bits(count))
     if count < CODEWORDS[0] or bits >= 8 * working.numel():
-        fallback = FALLBACK.encode(weight, transposed_groups)
+        fallback = FALLBACK.encode(weight)
         return fallback.noted(f"8-bit codes: codewords of {working.numel()} weights would not be smaller")
     note = "" if count == codewords else f"{count} codewords, not {codewords}: there are only {number} tiles"
-    like = Encoded("codewords", tuple(weight.shape), weight.dtype, {}, {}, transposed_groups, note=note)
     unit = math.ldexp(1.0, math.frexp(working.abs().max().item())[1])
-    points = to_tiles(working / unit, tile, transposed_groups).T.contiguous()
-    return Tiles(like, points, unit, count)
+    points = replace(weight, values=working / unit).tiles(tile).T.contiguous()
+    return Tiles(weight, note, points, unit, count)

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError, WeightError
-from factorpack.record import DTYPES, Encoded, LayerMoments, LayerSample
+from factorpack.methods.base import Method
+from factorpack.record import DTYPES, Encoded
+from factorpack.weight import Weight
 
 _FLOATS = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point}
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(Method):
     """Stores values as they are, or rounded to the float type `dtype` ("float16", "bfloat16", ...).
 
     Integers and booleans are always kept exactly. Without `dtype` nothing changes, NaN and Inf included.
@@ -24,6 +26,10 @@ class Keep:
     dtype: str | torch.dtype | None = None
 
     name: ClassVar[str] = "keep"
+    title: ClassVar[str] = "kept as it is"
+    keeps: ClassVar[bool] = True
+    suits_anything: ClassVar[bool] = True
+    peak_factor: ClassVar[float] = 3.0
 
     def __post_init__(self) -> None:
         if self._dtype is not None and self._dtype not in _FLOATS.values():
@@ -37,23 +43,18 @@ class Keep:
             raise PlanError(f"unknown dtype {self.dtype!r}, known are {', '.join(_FLOATS)}")
         return DTYPES[self.dtype]
 
-    def encode(
-        self,
-        weight: Tensor,
-        transposed_groups: int = 0,
-        sample: LayerSample | LayerMoments | None = None,  # noqa: ARG002
-    ) -> Encoded:
-        if weight.dtype not in DTYPES.values():
-            raise WeightError(f"{weight.dtype} cannot be stored, known are {', '.join(DTYPES)}")
+    def encode(self, weight: Weight) -> Encoded:
+        given = weight.values
+        if given.dtype not in DTYPES.values():
+            raise WeightError(f"{given.dtype} cannot be stored, known are {', '.join(DTYPES)}")
         # A copy: the model it came from may go on training.
-        values = weight.detach().clone(memory_format=torch.contiguous_format)
+        values = given.detach().clone(memory_format=torch.contiguous_format)
         if self._dtype is not None and values.is_floating_point():
             rounded = values.to(self._dtype)
             if _overflows(values, rounded):
                 raise WeightError(f"values up to {values.double().abs().max():.3g} overflow {self._dtype}")
             values = rounded
-        shape = tuple(weight.shape)
-        return Encoded("keep", shape, weight.dtype, {"values": values}, {}, transposed_groups)
+        return weight.encoded("keep", {"values": values})
 
 
 def _overflows(values: Tensor, rounded: Tensor) -> bool:

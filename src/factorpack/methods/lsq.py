@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.methods.protocol import check_type, rows_of
+from factorpack.methods.base import Method
+from factorpack.methods.settings import check_type
 from factorpack.quantize.uniform import MAX_BITS, code_range, storable, to_codes
-from factorpack.record import Encoded, LayerMoments, LayerSample
+from factorpack.record import Encoded
+from factorpack.weight import Weight
 
 BITS = (1, MAX_BITS)
 
 
 @dataclass(frozen=True, slots=True)
-class LSQ:
+class LSQ(Method):
     """Learned-step quantization (Esser et al. 2019): codes of a step 2 mean|w| / sqrt(Q_P).
 
     Q_P = 2^(bits-1) - 1 is the highest code. The step is a start for fine-tuning and not the closest;
@@ -37,6 +39,9 @@ class LSQ:
     channels: bool = True
 
     name: ClassVar[str] = "lsq"
+    title: ClassVar[str] = "LSQ"
+    suits_anything: ClassVar[bool] = True
+    peak_factor: ClassVar[float] = 6.0
 
     def __post_init__(self) -> None:
         check_type("bits", self.bits, int)
@@ -44,13 +49,8 @@ class LSQ:
         if not BITS[0] <= self.bits <= BITS[1]:
             raise PlanError(f"bits is {self.bits}, allowed are {BITS[0]} to {BITS[1]}")
 
-    def encode(
-        self,
-        weight: Tensor,
-        transposed_groups: int = 0,
-        sample: LayerSample | LayerMoments | None = None,  # noqa: ARG002
-    ) -> Encoded:
-        rows = rows_of(weight, transposed_groups)
+    def encode(self, weight: Weight) -> Encoded:
+        rows = weight.rows()
         shared = rows if self.channels else rows.reshape(1, -1)
         size = shared.abs().mean(1, keepdim=True, dtype=torch.float64)
         if self.bits == 1:
@@ -59,5 +59,8 @@ class LSQ:
         else:
             scale = storable(2 * size / code_range(self.bits)[1] ** 0.5)
             kind, parts = "scalar", {"codes": to_codes(rows, scale, self.bits), "scale": scale}
-        shape = tuple(weight.shape)
-        return Encoded(kind, shape, weight.dtype, parts, {"codes": self.bits}, transposed_groups)
+        return weight.encoded(kind, parts, {"codes": self.bits})
+
+    @classmethod
+    def ladders(cls) -> Sequence[Sequence[Method]]:
+        return [[cls(bits) for bits in range(BITS[0], BITS[1] + 1)]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
@@ -9,11 +10,13 @@ from typing import ClassVar
 from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.methods.protocol import check_type, rows_of
+from factorpack.methods.base import Method
 from factorpack.methods.second_order import encode_at
-from factorpack.record import Encoded, LayerMoments, LayerSample
+from factorpack.methods.settings import check_type, geometric
+from factorpack.record import Encoded
 from factorpack.solve.code_length import HIGH_RATE
-from factorpack.solve.layer_problem import problem
+from factorpack.solve.layer_problem import layer_problem
+from factorpack.weight import Weight
 
 QP_LIMIT = 500
 QP_STEPS = 4
@@ -21,7 +24,7 @@ QP_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class NNCodec:
+class NNCodec(Method):
     """Codes of one step for a whole tensor, each with the least (w - q s)^2 + price s^2 bits(q).
 
     The step is `step` times the tensor's root mean square, or the one that the standard gives the whole
@@ -39,6 +42,9 @@ class NNCodec:
     price: float = HIGH_RATE
 
     name: ClassVar[str] = "nncodec"
+    title: ClassVar[str] = "NNCodec-like"
+    suits_anything: ClassVar[bool] = True
+    peak_factor: ClassVar[float] = 17.0
 
     def __post_init__(self) -> None:
         if (self.step is None) == (self.qp is None):
@@ -55,14 +61,13 @@ class NNCodec:
             if not -QP_LIMIT <= self.qp <= QP_LIMIT:
                 raise PlanError(f"qp is {self.qp}, allowed are -{QP_LIMIT} to {QP_LIMIT}")
 
-    def encode(
-        self,
-        weight: Tensor,
-        transposed_groups: int = 0,
-        sample: LayerSample | LayerMoments | None = None,  # noqa: ARG002
-    ) -> Encoded:
-        rows = rows_of(weight, transposed_groups)
-        return encode_at(problem(rows, None), self._step(rows), weight, transposed_groups, self.price)
+    def encode(self, weight: Weight) -> Encoded:
+        rows = weight.rows()
+        return encode_at(layer_problem(rows, None), self._step(rows), weight, self.price)
+
+    @classmethod
+    def ladders(cls) -> Sequence[Sequence[Method]]:
+        return [[cls(step) for step in reversed(geometric(0.01, 8.0, 96))]]
 
     def _step(self, rows: Tensor) -> float:
         if self.qp is not None:

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import inf
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.methods.codeword_tiles import Regime, check_regime, check_settings, cut, tile_of
-from factorpack.methods.protocol import check_type
-from factorpack.record import Encoded, LayerMoments, LayerSample
+from factorpack.methods.base import Method
+from factorpack.methods.codeword_tiles import (
+    CLASSIFIER_CODEWORDS,
+    CLASSIFIER_TILE,
+    Regime,
+    check_regime,
+    check_settings,
+    codeword_ladders,
+    cut,
+    tile_of,
+)
+from factorpack.methods.settings import check_type
+from factorpack.record import Encoded
 from factorpack.solve.kmeans import annealed_kmeans, kmeans, spread
+from factorpack.weight import Weight
 
 SETTLING = 10
 """Steps without noise after the others."""
 
 
 @dataclass(frozen=True, slots=True)
-class PQF:
+class PQF(Method):
     """Vector quantization by k-means under noise that dies away (SR-C), from the weights alone.
 
     Step i of `iterations` takes each codeword as the mean of tiles with noise of their own covariance, of
@@ -37,6 +48,8 @@ class PQF:
     seed: int = 0
 
     name: ClassVar[str] = "pqf"
+    title: ClassVar[str] = "PQF"
+    permutes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_settings(self.codewords, self.tile, self.iterations, self.seed)
@@ -46,17 +59,22 @@ class PQF:
             if not 0 <= getattr(self, field) < inf:
                 raise PlanError(f"{field} is {getattr(self, field)}, expected a number from 0 up")
 
-    def encode(
-        self,
-        weight: Tensor,
-        transposed_groups: int = 0,
-        sample: LayerSample | LayerMoments | None = None,  # noqa: ARG002
-    ) -> Encoded:
-        tile = self.tile or tile_of(tuple(weight.shape), transposed_groups, self.regime)
-        tiles = cut(weight, transposed_groups, tile, self.codewords)
+    def encode(self, weight: Weight) -> Encoded:
+        tile = self.tile or tile_of(weight.shape, self.regime, weight.filter_size)
+        tiles = cut(weight, tile, self.codewords)
         if isinstance(tiles, Encoded):
             return tiles
         generator = torch.Generator().manual_seed(self.seed)
         start = spread(tiles.points, tiles.count, generator)
         annealed = annealed_kmeans(tiles.points, start, self.iterations, generator, self.heat, self.decay)
         return tiles.quantized(kmeans(tiles.points, annealed, SETTLING))
+
+    @classmethod
+    def ladders(cls) -> Sequence[Sequence[Method]]:
+        return codeword_ladders(cls)
+
+    def for_classifier(self) -> Method:
+        return replace(self, codewords=CLASSIFIER_CODEWORDS, tile=CLASSIFIER_TILE)
+
+    def for_sizing(self) -> Method:
+        return replace(self, iterations=1)

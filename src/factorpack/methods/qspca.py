@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.methods.protocol import as_finite, build, check_type
+from factorpack.methods.base import EXCERPT_VALUES, Method
 from factorpack.methods.scalar import Scalar
+from factorpack.methods.settings import build_settings, check_type
 from factorpack.quantize.uniform import Clip, check_bits, fit_scale, from_codes, to_codes
-from factorpack.record import Encoded, LayerMoments, LayerSample
+from factorpack.record import Encoded, LayerSample
 from factorpack.solve.factor import best_latent, principal_basis
 from factorpack.solve.projected import FactorProblem, ProjectedGradient
 from factorpack.solve.threshold import entries_kept, extra_zero_mask
-from factorpack.tiles import from_tiles, tile_count, to_tiles
+from factorpack.tiles import tile_count
+from factorpack.weight import Weight
 
 SMALLEST_HALVED_TILE = 16
 TILES = (2, 4096)
 FALLBACK = Scalar(bits=8)
+COMPARED_RANKS = (4, 6, 8, 12, 16, 24, 32, *range(48, 257, 16))
 
 
 @dataclass(frozen=True, slots=True)
-class QSPCA:
+class QSPCA(Method):
     """W~ = C Z + mu: a `codebook_bits` codebook and a sparse `latent_bits` latent of rank `rank`.
 
     The weight is cut into tiles of `tile` numbers; C starts from the first `rank` principal directions
@@ -50,10 +53,11 @@ class QSPCA:
     """With calibration data: improve the factors on the layer's outputs, from the paper's own start."""
 
     name: ClassVar[str] = "qspca"
+    title: ClassVar[str] = "the paper's QSPCA"
 
     def __post_init__(self) -> None:
         if isinstance(self.solver, Mapping):  # from a recipe
-            object.__setattr__(self, "solver", build(ProjectedGradient, self.solver, "the solver"))
+            object.__setattr__(self, "solver", build_settings(ProjectedGradient, self.solver, "the solver"))
         for field in ("rank", "latent_bits", "codebook_bits", "tile"):
             check_type(field, getattr(self, field), int)
         check_type("sparsity", self.sparsity, float, int)
@@ -76,17 +80,15 @@ class QSPCA:
         """Calibration samples a layer needs."""
         return self.solver.samples if self.solver is not None else 0
 
-    def encode(
-        self, weight: Tensor, transposed_groups: int = 0, sample: LayerSample | LayerMoments | None = None
-    ) -> Encoded:
+    def encode(self, weight: Weight) -> Encoded:
+        sample = weight.inputs
         if self.solver is not None and not isinstance(sample, LayerSample):
             raise PlanError("a QSPCA with a solver looks at a layer's outputs: it needs calibration data")
-        working = as_finite(weight)
-        tile, rank = self.fit(working.numel())
+        tile, rank = self.fit(weight.numel)
         if tile == 0:
-            fallback = FALLBACK.encode(weight, transposed_groups)
-            return fallback.noted(f"8-bit codes: factors of {working.numel()} weights would not be smaller")
-        matrix = to_tiles(working, tile, transposed_groups)  # (d, n)
+            fallback = FALLBACK.encode(weight)
+            return fallback.noted(f"8-bit codes: factors of {weight.numel} weights would not be smaller")
+        matrix = weight.tiles(tile)  # (d, n)
         mean = matrix.mean(1, keepdim=True, dtype=torch.float64).float() if self.center else None
         if mean is not None:
             matrix = matrix - mean
@@ -96,7 +98,7 @@ class QSPCA:
 
             def to_weight(product: Tensor) -> Tensor:
                 centred = product if mean is None else product + mean
-                return from_tiles(centred, tuple(weight.shape), transposed_groups)
+                return weight.from_tiles(centred)
 
             parts, extra_zeros = self._optimize(matrix, rank, self.solver, sample, to_weight)
         if mean is not None:
@@ -105,8 +107,25 @@ class QSPCA:
         note = (
             "" if tile == self.tile else f"tile {tile} and rank {rank}: too few weights for tile {self.tile}"
         )
-        shape = tuple(weight.shape)
-        return Encoded("factors", shape, weight.dtype, parts, bits, transposed_groups, extra_zeros, note)
+        return weight.encoded("factors", parts, bits, extra_zeros=extra_zeros, note=note)
+
+    @classmethod
+    def ladders(cls) -> Sequence[Sequence[Method]]:
+        solver = ProjectedGradient(steps=100, stop="validation")  # the paper's Algorithm 1
+        return [
+            [cls(rank, bits, clip="minmax", solver=solver) for rank in COMPARED_RANKS]
+            for bits in (3, 4, 5, 6, 8)
+        ]
+
+    def without_data(self) -> Method:
+        return replace(self, solver=None)
+
+    def excerpt_values(self, numel: int) -> int:
+        """A weight too small for its tile gets another one: the excerpt must not be that small itself."""
+        values = EXCERPT_VALUES
+        while values < numel and self.fit(values) != self.fit(numel):
+            values *= 2
+        return min(values, numel)
 
     def fit(self, numel: int) -> tuple[int, int]:
         """The tile and rank a weight of `numel` numbers gets; (0, 0) where it gets scalar codes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from factorpack.errors import PlanError
 from factorpack.format.streams import coded_bytes
-from factorpack.methods.protocol import check_type, rows_of
+from factorpack.methods.base import Method
+from factorpack.methods.settings import check_type
 from factorpack.quantize.trellis import MEMORY, SHORTEST
 from factorpack.quantize.uniform import (
     MAX_STORED_BITS,
@@ -21,15 +23,16 @@ from factorpack.quantize.uniform import (
     fit_scale,
     storable,
 )
-from factorpack.record import Encoded, LayerMoments, LayerSample
+from factorpack.record import Encoded
 from factorpack.solve.code_length import HIGH_RATE
 from factorpack.solve.feedback import round_with_feedback
-from factorpack.solve.layer_problem import CODEBOOK_BITS, DAMPING, Basis, Problem, problem, tile_basis
+from factorpack.solve.layer_problem import CODEBOOK_BITS, DAMPING, Basis, Problem, layer_problem, tile_basis
 from factorpack.solve.trellis_search import FINE_STEP
+from factorpack.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
-class SecondOrder:
+class SecondOrder(Method):
     """Codes of one `step` for a whole layer, as wide as they come out, or of `bits` with a scale a channel.
 
     Each column's rounding error is fed into the columns not yet rounded, so that the layer's *output*
@@ -47,8 +50,13 @@ class SecondOrder:
     samples: int = 256
     """Calibration samples a layer needs."""
     trellis: int = 0
+    try_plain: bool = True
+    """With a trellis: whether plain codes are used where they are smaller. A planner has compared them before."""
 
     name: ClassVar[str] = "second_order"
+    title: ClassVar[str] = "error feedback, fixed width"
+    suits_anything: ClassVar[bool] = True
+    peak_factor: ClassVar[float] = 17.0
     wants_moments: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -75,51 +83,57 @@ class SecondOrder:
                 "expected from 1 up, from 0 up, from 0 up, and above 0"
             )
 
-    def encode(
-        self,
-        weight: Tensor,
-        transposed_groups: int = 0,
-        sample: LayerSample | LayerMoments | None = None,
-    ) -> Encoded:
-        if isinstance(sample, LayerSample):
-            raise PlanError("second-order rounding takes moments of a layer's inputs, not a sample of them")
-        if weight.dim() < 2:
+    def encode(self, weight: Weight) -> Encoded:
+        self.moments_of(weight)
+        if weight.values.dim() < 2:
             raise PlanError("second-order rounding is for weights of two dimensions or more: keep this one")
-        rows = rows_of(weight, transposed_groups)
         if self.bits is not None:
-            return self._fixed_width(weight, rows, transposed_groups, sample, self.bits)
+            return self._encode_fixed_width(weight, self.bits)
         assert self.step is not None
-        tile = self.tile if rows.shape[1] % self.tile == 0 else 1
-        basis = tile_basis(rows, tile, sample) if tile > 1 else None
-        posed = problem(rows, sample, basis, self.damping)
-        encoded = encode_at(posed, self.step, weight, transposed_groups, self.price)
-        if self.trellis and len(rows) >= SHORTEST:
-            path = encode_at(posed, self.step, weight, transposed_groups, self.price, self.trellis)
-            encoded = min(encoded, path, key=coded_bytes)
-        if tile != self.tile:
-            return encoded.noted(
-                f"no basis: {self.tile} does not divide the {rows.shape[1]} weights of a filter"
-            )
-        return encoded
+        problem = self.problem(weight)
+        has_path = bool(self.trellis) and weight.layout.outputs >= SHORTEST
+        found = []
+        if not has_path or self.try_plain:
+            found.append(encode_at(problem, self.step, weight, self.price))
+        if has_path:
+            found.append(encode_at(problem, self.step, weight, self.price, self.trellis))
+        encoded = found[0] if len(found) == 1 else min(found, key=coded_bytes)
+        size = weight.filter_size
+        note = f"no basis: {self.tile} does not divide the {size} weights of a filter"
+        return encoded if size % self.tile == 0 else encoded.noted(note)
 
-    def _fixed_width(
-        self, weight: Tensor, rows: Tensor, groups: int, moments: LayerMoments | None, bits: int
-    ) -> Encoded:
+    def problem(self, weight: Weight) -> Problem:
+        """The weight in a basis over its tiles, ready to be rounded at any step; computed once per weight."""
+        tile = self.tile if weight.filter_size % self.tile == 0 else 1
+
+        def make() -> Problem:
+            rows, moments = weight.rows(), self.moments_of(weight)
+            basis = tile_basis(rows, tile, moments) if tile > 1 else None
+            return layer_problem(rows, moments, basis, self.damping)
+
+        return weight.prepare((tile, self.damping), make)
+
+    @classmethod
+    def ladders(cls) -> Sequence[Sequence[Method]]:
+        return [[cls(bits=bits) for bits in range(2, 9)]]
+
+    def _encode_fixed_width(self, weight: Weight, bits: int) -> Encoded:
+        rows = weight.rows()
         scale = fit_scale(rows, bits).to(rows.device)
-        posed = problem(rows, moments, None, self.damping)
-        latent = posed.latent
+        problem = layer_problem(rows, self.moments_of(weight), None, self.damping)
+        latent = problem.latent
         low, high = code_range(bits)
 
         def clamped(column: int, values: Tensor) -> Tensor:  # noqa: ARG001
             return values.round().clamp_(low, high)
 
         step = scale.to(latent).reshape(latent.shape[:2]).clamp_min(torch.finfo(latent.dtype).tiny)
-        if posed.factor is None:
+        if problem.factor is None:
             codes = clamped(0, latent / step[:, :, None])
         else:
-            codes, _ = round_with_feedback(latent, posed.factor, step, clamped)
+            codes, _ = round_with_feedback(latent, problem.factor, step, clamped)
         parts = {"codes": codes.reshape(rows.shape).to(torch.int8).contiguous(), "scale": scale}
-        return Encoded("scalar", tuple(weight.shape), weight.dtype, parts, {"codes": bits}, groups)
+        return weight.encoded("scalar", parts, {"codes": bits})
 
 
 def check_trellis(states: int) -> None:
@@ -134,41 +148,27 @@ def stored_step(step: float, trellis: int, device: torch.device) -> Tensor:
 
 
 def encode_at(
-    posed: Problem,
-    step: float,
-    weight: Tensor,
-    transposed_groups: int,
-    price: float = HIGH_RATE,
-    trellis: int = 0,
+    problem: Problem, step: float, weight: Weight, price: float = HIGH_RATE, trellis: int = 0
 ) -> Encoded:
     """The weight's codes at one step, as a scalar or a factors tensor."""
-    stored = stored_step(step, trellis, posed.latent.device)
-    codes, _ = posed.round(stored.float().reshape(1), price, trellis)
+    stored = stored_step(step, trellis, problem.latent.device)
+    codes, _ = problem.round(stored.float().reshape(1), price, trellis)
     largest = float(codes.abs().max())
     if largest > code_range(MAX_STORED_BITS)[1]:
         raise PlanError(
             f"at step {step} codes go up to {largest:.3g}, expected a step at which {MAX_STORED_BITS} bits do"
         )
-    return as_encoded(codes[0], stored, posed.basis, weight, transposed_groups, trellis)
+    return as_encoded(codes[0], stored, problem.basis, weight, trellis)
 
 
-def as_encoded(
-    codes: Tensor,
-    step: Tensor,
-    basis: Basis | None,
-    weight: Tensor,
-    transposed_groups: int,
-    trellis: int = 0,
-) -> Encoded:
+def as_encoded(codes: Tensor, step: Tensor, basis: Basis | None, weight: Weight, trellis: int = 0) -> Encoded:
     """Codes (groups, rows, K) of one step, (1, 1), as they are stored."""
     matrix = codes.flatten(0, 1)  # (out, K)
     bits = min(max(2, int(matrix.abs().max()).bit_length() + 1), MAX_STORED_BITS)
     matrix = matrix.clamp(*code_range(bits)).to(code_dtype(bits))
-    shape = tuple(weight.shape)
     if basis is None:
         parts = {"codes": matrix.contiguous(), "scale": step}
-        widths = {"codes": bits}
-        return Encoded("scalar", shape, weight.dtype, parts, widths, transposed_groups, trellis=trellis)
+        return weight.encoded("scalar", parts, {"codes": bits}, trellis=trellis)
     tile = len(basis.codes)
     parts = {
         "codebook": basis.codes.contiguous(),
@@ -176,5 +176,4 @@ def as_encoded(
         "latent": matrix.reshape(-1, tile).T.contiguous(),  # (d, out * K/d)
         "latent_scale": step,
     }
-    widths = {"codebook": CODEBOOK_BITS, "latent": bits}
-    return Encoded("factors", shape, weight.dtype, parts, widths, transposed_groups, trellis=trellis)
+    return weight.encoded("factors", parts, {"codebook": CODEBOOK_BITS, "latent": bits}, trellis=trellis)

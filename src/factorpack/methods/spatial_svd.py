@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from factorpack.errors import PlanError
-from factorpack.methods.protocol import as_finite
 from factorpack.methods.svd import LowRank
-from factorpack.record import Encoded, LayerMoments, LayerSample
-from factorpack.tiles import to_spatial
+from factorpack.record import Encoded
+from factorpack.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +19,10 @@ class SpatialSVD(LowRank):
     """
 
     name: ClassVar[str] = "spatial_svd"
+    title: ClassVar[str] = "spatial SVD"
+    peak_factor: ClassVar[float] = 12.0
 
-    def encode(
-        self,
-        weight: Tensor,
-        transposed_groups: int = 0,
-        sample: LayerSample | LayerMoments | None = None,  # noqa: ARG002
-    ) -> Encoded:
-        if weight.dim() < 2:
+    def encode(self, weight: Weight) -> Encoded:
+        if weight.values.dim() < 2:
             raise PlanError("a spatial SVD is for weights of two dimensions or more: keep this one")
-        matrix = to_spatial(as_finite(weight), transposed_groups)
-        return self.factorized("spatial", matrix, weight, transposed_groups)
+        return self.factorized("spatial", weight.spatial(), weight)

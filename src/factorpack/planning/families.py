@@ -59,7 +59,7 @@ def recipe_file(recipe: str | Path | None) -> Path | None:
     return Path(recipe) if recipe is not None and is_file else None
 
 
-def asked(
+def resolve_rules(
     recipe: str | Path | None,
     source: Source,
     method: Method | None,

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from factorpack.errors import PlanError
-from factorpack.methods import METHODS, Keep, Method, from_fields
+from factorpack.methods import METHODS, Method, from_fields
 from factorpack.planning.rules import Rules, is_depthwise, matches
 from factorpack.source import Source
 
@@ -59,9 +59,9 @@ class Recipe:
         """What a budget takes from a recipe, as layers and exclusions: all that it keeps, and no other method."""
         rules = self.rules_for(source)
         kept: dict[str, Method] = {
-            pattern: method for pattern, method in rules.layers.items() if isinstance(method, Keep)
+            pattern: method for pattern, method in rules.layers.items() if method.keeps
         }
-        if isinstance(rules.depthwise, Keep):
+        if rules.depthwise is not None and rules.depthwise.keeps:
             names = (name for name, entry in source.entries.items() if is_depthwise(entry))
             kept |= dict.fromkeys((f"re:{re.escape(name)}" for name in names), rules.depthwise)
         return kept, rules.exclude
@@ -87,13 +87,13 @@ def recipe_from(text: str, fallback: Method, where: str) -> Recipe:
     except ValueError as error:
         raise PlanError(f"the recipe {where} cannot be read: {error}") from error
     try:
-        return stated(document, fallback)
+        return recipe_from_document(document, fallback)
     except PlanError as error:
         error.add_note(f"in the recipe {where}")
         raise
 
 
-def stated(document: Mapping[str, Any], fallback: Method) -> Recipe:
+def recipe_from_document(document: Mapping[str, Any], fallback: Method) -> Recipe:
     """What a recipe's document states."""
     unknown = sorted(set(document) - set(KEYS))
     if unknown:

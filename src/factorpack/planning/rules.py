@@ -4,7 +4,7 @@
 2. A weight that matches a pattern of `layers` gets that pattern's method; the first match wins.
 3. What is no weight is kept: integers, vectors (biases, norms), empty tensors, a single output channel.
    A depthwise convolution and the classifier get a method of their own where the caller names one.
-4. Unless the method is one of `SUIT_ANYTHING`: the first convolution is kept, a depthwise convolution gets
+4. Unless the method `suits_anything`: the first convolution is kept, a depthwise convolution gets
    8-bit codes, the classifier 4-bit codes, as in the paper.
 5. Unless the method's own paper does otherwise: TTQ and ABC-Net keep the classifier; VQ, BGD and PQF give it
    2048 codewords of 4 numbers, as the papers of BGD and PQF give ResNet18's; AQ codes it as any other weight.
@@ -19,36 +19,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from factorpack.errors import PlanError
-from factorpack.methods import (
-    AQ,
-    BGD,
-    LSQ,
-    PQF,
-    TTQ,
-    VQ,
-    ABCNet,
-    Keep,
-    Method,
-    NNCodec,
-    Prune,
-    Scalar,
-    SecondOrder,
-)
-from factorpack.record import dtype_name
+from factorpack.methods import Keep, Method, Scalar
+from factorpack.record import Encoded, dtype_name
 from factorpack.source import HEADS, Entry, Source, natural
+from factorpack.weight import Weight
 
 CLASSIFIER = Scalar(bits=4)
 DEPTHWISE = Scalar(bits=8)
-SUIT_ANYTHING = (Scalar, SecondOrder, Keep, LSQ, Prune, NNCodec)
-CLASSIFIER_CODEWORDS, CLASSIFIER_TILE = 2048, 4
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A tensor's method, and the reason where a rule chose it."""
+    """A tensor's method, who chose it, and the reason in words."""
 
     method: Method
     note: str = ""
+    """For people; it is stored with the tensor."""
+    by_caller: bool = False
+    """Whether a pattern of the caller's, or of a recipe's, chose it."""
+
+    def encode(self, weight: Weight) -> Encoded:
+        encoded = self.method.encode(weight).noted(self.note)
+        return replace(encoded, by_caller=True) if self.by_caller else encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,32 +77,26 @@ class Rules:
     def _choose(self, names: list[str], entry: Entry, is_first: bool, is_classifier: bool) -> Choice:
         excluded = _first_match(self.exclude, names)
         if excluded is not None:
-            return Choice(Keep(), f"excluded by {excluded!r}")
+            return Choice(Keep(), f"excluded by {excluded!r}", by_caller=True)
         reason = not_a_weight(entry)
         matched = _first_match(self.layers, names)
-        if matched is not None and (not reason or isinstance(self.layers[matched], Keep)):
-            return Choice(self.layers[matched], f"chosen by {matched!r}")
+        if matched is not None and (not reason or self.layers[matched].keeps):
+            return Choice(self.layers[matched], f"chosen by {matched!r}", by_caller=True)
         if reason:
             return Choice(Keep(), reason)
         if self.depthwise is not None and is_depthwise(entry):
             return Choice(self.depthwise, "depthwise convolution")
         if self.classifier is not None and is_classifier:
             return Choice(self.classifier, "classifier")
-        if isinstance(self.method, SUIT_ANYTHING):
+        if self.method.suits_anything:
             return Choice(self.method)
         if is_first:
             return Choice(Keep(), "first convolution")
         if is_depthwise(entry):
             return Choice(DEPTHWISE, "depthwise convolution")
-        return Choice(_for_classifier(self.method), "classifier") if is_classifier else Choice(self.method)
-
-
-def _for_classifier(method: Method) -> Method:
-    if isinstance(method, VQ | BGD | PQF):
-        return replace(method, codewords=CLASSIFIER_CODEWORDS, tile=CLASSIFIER_TILE)
-    if isinstance(method, TTQ | ABCNet):
-        return Keep()
-    return method if isinstance(method, AQ) else CLASSIFIER
+        if is_classifier:
+            return Choice(self.method.for_classifier() or CLASSIFIER, "classifier")
+        return Choice(self.method)
 
 
 def _first_match(patterns: Iterable[str], names: list[str]) -> str | None:

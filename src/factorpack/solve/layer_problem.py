@@ -87,7 +87,7 @@ class Problem:
         return unit + noise.flatten(0, 1)
 
 
-def problem(
+def layer_problem(
     rows: Tensor, moments: LayerMoments | None, basis: Basis | None = None, damping: float = DAMPING
 ) -> Problem:
     """The problem of a weight (out, K): W H B (H')^-1 is its best latent, H' = B^T H B what it meets.

@@ -15,6 +15,7 @@ from factorpack.packed import Packed
 from factorpack.quantize.straight_through import straight_through
 from factorpack.record import Encoded
 from factorpack.tune.trainable import TRAINABLE, Trainable
+from factorpack.weight import Weight
 
 
 class PackedModel(nn.Module):
@@ -67,7 +68,7 @@ class PackedModel(nn.Module):
             elif name not in trained:
                 stored = encoded.parts["values"].dtype
                 method = Keep(stored if stored.is_floating_point else None)
-                kept = method.encode(current[name].detach().cpu())
+                kept = method.encode(Weight(current[name].detach().cpu()))
                 trained[name] = replace(encoded, parts=kept.parts)
         return {name: trained[name] for name in packed}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from factorpack.errors import PlanError
-from factorpack.methods.protocol import check_type
+from factorpack.methods.settings import check_type
 
 _NUMBERS = (
     "learning_rate",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from factorpack.batches import evaluating, forward
-from factorpack.budget.outputs import answer_of
+from factorpack.budget.outputs import predictions_of
 from factorpack.comparison.permute.channel_groups import Group, find_groups
 from factorpack.comparison.permute.order_search import Child, search_order
 from factorpack.errors import PlanError, WeightError
@@ -127,7 +127,9 @@ def _child(group: Group, name: str, weight: Tensor, tile_of: TileOf) -> Child | 
 
 def _change(model: nn.Module, permuted: nn.Module, example: Any) -> float:
     with evaluating(model), evaluating(permuted), torch.no_grad():
-        wanted, answer = (answer_of(forward(each, example)).values.double() for each in (model, permuted))
+        wanted, answer = (
+            predictions_of(forward(each, example)).values.double() for each in (model, permuted)
+        )
     change = float((answer - wanted).norm() / wanted.norm().clamp_min(1e-30))
     if not change <= MOST_CHANGE:
         raise WeightError(f"the permuted model's answers differ by {change:.1e} of their size")

@@ -1,0 +1,113 @@
+"""Compression into a budget: a number of bytes, or the smallest file within a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from math import sqrt
+
+from torch import nn
+
+from factorpack.batches import evaluating
+from factorpack.budget.curves import Curve
+from factorpack.budget.divergence import measure_divergence
+from factorpack.budget.knowledge import Knowledge, learn
+from factorpack.budget.measured_curves import find_curves
+from factorpack.budget.meet import meet_size
+from factorpack.budget.planner import HELD_OUT_SHARE, BudgetRequest
+from factorpack.budget.sequential import SequentialCoder
+from factorpack.budget.tensors import Tensors, split_tensors
+from factorpack.calibrate import Calibration, calibrate
+from factorpack.errors import PlanError
+from factorpack.methods.settings import check_type
+from factorpack.record import Encoded
+from factorpack.size import fp32_bytes
+from factorpack.source import Source
+
+FIRST_RATIO, RATIOS, LOSS_TRIES = 16.0, (2.0, 128.0), 5
+
+Compressed = tuple[Mapping[str, Encoded], Mapping[str, Curve]]
+"""Tensors, and the curves they were planned on."""
+
+
+def compress_to_bytes(request: BudgetRequest, max_bytes: int) -> Compressed:
+    """Tensors whose file has at most `max_bytes`, and at least 99 % of that; see `Planner` for how."""
+    check_max_bytes(max_bytes)
+    with _evaluating(request.model):
+        tensors = split_tensors(request)
+        knowledge = learn(tensors, request.planner, _calibration(request))
+        return _meet_bytes(request, tensors, knowledge, max_bytes)
+
+
+def compress_to_loss(request: BudgetRequest, max_loss: float) -> Compressed:
+    """The smallest file found whose predictions diverge by at most `max_loss` nats on held-out inputs.
+
+    It compresses the whole model at a handful of sizes, and takes as many times longer than a ratio.
+    """
+    if not max_loss > 0 or request.calibration is None or request.model is None:
+        raise PlanError(f"max_loss is {max_loss}: expected a number above 0, a model, and calibration data")
+    with _evaluating(request.model):
+        given = _calibration(request)
+        assert given is not None
+        calibration, held_out = given.split(HELD_OUT_SHARE)
+        tensors = split_tensors(request)
+        knowledge = learn(tensors, request.planner, calibration)
+        original = original_bytes(request.source)
+        best: Compressed | None = None
+        (low, high), ratio = RATIOS, FIRST_RATIO
+        for _ in range(LOSS_TRIES):
+            try:
+                found = _meet_bytes(request, tensors, knowledge, int(original / ratio))
+                loss = measure_divergence(request.model, found[0], request.source.aliases, held_out)
+            except PlanError:  # smaller than headers allow
+                loss = float("inf")
+            if loss <= max_loss:
+                low, best = ratio, found
+            else:
+                high = ratio
+            ratio = sqrt(low * high)
+        if best is None:
+            raise PlanError(
+                f"at {high:.3g} times smaller the predictions still diverge by more than {max_loss} nats"
+            )
+        return best
+
+
+def _meet_bytes(request: BudgetRequest, tensors: Tensors, knowledge: Knowledge, max_bytes: int) -> Compressed:
+    overhead = tensors.overhead_bytes(max_bytes)
+    bits = tensors.bits_per_weight(max_bytes - overhead)
+    curves = find_curves(tensors, knowledge, bits, request.curves, request.progress)
+    coder = SequentialCoder(tensors, knowledge, request.progress)
+    return meet_size(coder, curves, request.planner, max_bytes, overhead), curves
+
+
+def check_max_bytes(max_bytes: int) -> None:
+    check_type("max_bytes", max_bytes, int)
+    if max_bytes < 1:
+        raise PlanError(f"max_bytes is {max_bytes}, expected at least 1")
+
+
+def budget_bytes(source: Source, ratio: float | None, max_bytes: int | None = None) -> int:
+    """`max_bytes` where it is given, else bytes of a file `ratio` times smaller than the checkpoint in FP32."""
+    if max_bytes is not None:
+        return max_bytes
+    if not isinstance(ratio, int | float) or not 1 < ratio < 1e6:
+        raise PlanError(f"ratio is {ratio!r}, expected a number above 1")
+    return int(original_bytes(source) / ratio)
+
+
+def original_bytes(source: Source) -> int:
+    """What ratios are counted against: the checkpoint in FP32."""
+    return sum(fp32_bytes(entry.dtype, entry.numel) for entry in source.entries.values())
+
+
+def _calibration(request: BudgetRequest) -> Calibration | None:
+    if request.calibration is None or isinstance(request.calibration, Calibration):
+        return request.calibration
+    if request.model is None:
+        raise PlanError("calibration runs a model: give one, not only its weights")
+    return calibrate(request.model, request.calibration, request.planner.samples)
+
+
+def _evaluating(model: nn.Module | None) -> AbstractContextManager[None]:
+    return nullcontext() if model is None else evaluating(model)

@@ -1,0 +1,145 @@
+"""What calibration data show of a model: which layers run, their sensitivities, moments and norms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from factorpack.budget.embeddings import embedding_moments
+from factorpack.budget.norms import norms_after
+from factorpack.budget.planner import HELD_OUT_SHARE, Planner
+from factorpack.budget.sensitivity import measure_information
+from factorpack.budget.tensors import Tensors
+from factorpack.calibrate import Calibration
+from factorpack.record import LayerMoments, weight_of
+from factorpack.solve.moments import has_moments
+from factorpack.weight import Weight
+
+SENSITIVITY_SAMPLES = 256
+FEWEST_TO_SPLIT = 16
+"""With fewer inputs, none are held out to refine the plan on."""
+MOMENT_BYTES = 1 << 30
+"""Moments of as many layers as fit into this are gathered in one pass over the calibration data."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Knowledge:
+    """What is known of a model's weights; without calibration data, nothing."""
+
+    planner: Planner
+    model: nn.Module | None = None
+    calibration: Calibration | None = None
+    held_out: Calibration | None = None
+    """Inputs held out to measure on."""
+    layer_of: Mapping[str, str] = field(default_factory=dict)
+    """Weights of layers that run on the data and have moments -> layer, in execution order."""
+    norm_of: Mapping[str, str] = field(default_factory=dict)
+    """Layer -> the batch norm that follows it and may be corrected."""
+    sensitivity: Mapping[str, float] = field(default_factory=dict)
+    row_costs: Mapping[str, LayerMoments] = field(default_factory=dict)
+    """What errors in the rows of an embedding cost: rows are looked up, not multiplied."""
+
+    def order(self, coded: Sequence[str]) -> list[str]:
+        """Weights whose inputs are unknown, then the others in execution order."""
+        return [*(name for name in coded if name not in self.layer_of), *self.layer_of]
+
+    def weight(self, tensors: Tensors, name: str, moments: LayerMoments | None) -> Weight:
+        """A weight with all that is known of it, as far as the planner uses it."""
+        inputs = (self.row_costs.get(name) or moments) if self.planner.second_order else None
+        return tensors.source.weight(name, inputs, self.sensitivity.get(name))
+
+    def moments(self, name: str, compressed: nn.Module | None) -> LayerMoments | None:
+        """Of one layer's inputs, in the compressed network so far beside the original."""
+        layer = self.layer_of.get(name)
+        if layer is None or self.calibration is None or self.model is None:
+            return None
+        other = compressed if self.planner.sequential else None
+        return self.calibration.moments([layer], self.model, other)[layer]
+
+    def original_moments(self, tensors: Tensors) -> Iterator[tuple[list[str], dict[str, LayerMoments]]]:
+        """Groups of weights in execution order, with the original network's moments where they are used."""
+        group: list[str] = []
+        held_bytes = 0
+        for name in [*self.order(tensors.coded), ""]:
+            size = _moment_bytes(tensors.source.entries[name].shape) if name in self.layer_of else 0
+            if group and (not name or held_bytes + size > MOMENT_BYTES):
+                yield group, self._moments_of_group(group)
+                group, held_bytes = [], 0
+            group, held_bytes = [*group, name], held_bytes + size
+
+    def _moments_of_group(self, group: Sequence[str]) -> dict[str, LayerMoments]:
+        layers = {name: self.layer_of[name] for name in group if name in self.layer_of}
+        if not layers or self.calibration is None or self.model is None or not self.planner.second_order:
+            return {}
+        found = self.calibration.moments(list(layers.values()), self.model)
+        return {name: found[layer] for name, layer in layers.items()}
+
+
+def learn(tensors: Tensors, planner: Planner, calibration: Calibration | None) -> Knowledge:
+    """Runs the model on the calibration data, forward and, for sensitivities, backward."""
+    model = tensors.model
+    if model is None or calibration is None:
+        return Knowledge(planner, model)
+    held_out = None
+    if planner.refine and planner.equal_slope and len(calibration) >= FEWEST_TO_SPLIT:
+        calibration, held_out = calibration.split(HELD_OUT_SHARE)
+    layer_of = _layers_with_moments(model, calibration, tensors.coded)
+    # A norm that stays as it is cannot correct a mean.
+    norm_of = {
+        layer: norm
+        for layer, norm in norms_after(model, calibration.batches[0]).items()
+        if not tensors.is_fixed_by_caller(f"{norm}.running_mean")
+    }
+    sensitivity: dict[str, float] = {}
+    row_costs: dict[str, LayerMoments] = {}
+    if planner.equal_slope:
+        sensitivity, row_costs = _measure_sensitivities(model, calibration, tensors, layer_of)
+    return Knowledge(planner, model, calibration, held_out, layer_of, norm_of, sensitivity, row_costs)
+
+
+def _measure_sensitivities(
+    model: nn.Module, calibration: Calibration, tensors: Tensors, layer_of: Mapping[str, str]
+) -> tuple[dict[str, float], dict[str, LayerMoments]]:
+    """What errors in each layer's outputs cost, and errors in the rows of embeddings."""
+    tables = _embeddings(model, calibration, tensors.coded, tensors.source.aliases)
+    layers = [*layer_of.values(), *(layer for users in tables.values() for layer in users)]
+    found = measure_information(model, calibration, layers, SENSITIVITY_SAMPLES)
+    sensitivity = {name: found[layer].level for name, layer in layer_of.items()}
+    row_costs: dict[str, LayerMoments] = {}
+    for name, (table, *heads) in tables.items():
+        seen = calibration.moments(heads, model) if heads else {}
+        tied = [(seen[head].second[0], found[head].level) for head in heads]
+        rows = tensors.source.entries[name].shape[0]
+        row_costs[name], sensitivity[name] = embedding_moments(found[table], rows, tied)
+    return sensitivity, row_costs
+
+
+def _layers_with_moments(model: nn.Module, calibration: Calibration, coded: Sequence[str]) -> dict[str, str]:
+    return {
+        name: layer
+        for layer in calibration.order
+        if (name := weight_of(layer)) in coded and has_moments(model.get_submodule(layer))
+    }
+
+
+def _embeddings(
+    model: nn.Module, calibration: Calibration, coded: Sequence[str], aliases: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """Weights of embeddings that run: name -> its embedding, then the heads that are tied to it."""
+    found: dict[str, list[str]] = {}
+    for layer in calibration.order:
+        name = aliases.get(weight_of(layer), weight_of(layer))
+        module = model.get_submodule(layer)
+        if name in coded and isinstance(module, nn.Embedding):
+            found.setdefault(name, [layer])
+        elif name in found and isinstance(module, nn.Linear):
+            found[name].append(layer)
+    return found
+
+
+def _moment_bytes(shape: tuple[int, ...]) -> int:
+    inputs = torch.Size(shape[1:]).numel()
+    return 4 * inputs * inputs * (shape[0] if len(shape) > 2 and shape[1] == 1 else 1)

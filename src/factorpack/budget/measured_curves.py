@@ -1,0 +1,94 @@
+"""The curves of all weights of a model: measured, refined on held-out inputs, kept in a file."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from factorpack.budget.candidates import choose_method, curve_of
+from factorpack.budget.curves import Curve, allocate, fill_unknown, load_curves, save_curves
+from factorpack.budget.knowledge import Knowledge
+from factorpack.budget.tensors import Tensors
+from factorpack.budget.trial import SingleWeightTrial, correct_curve
+from factorpack.errors import while_compressing
+from factorpack.format.streams import raw_bytes
+from factorpack.progress import Progress
+from factorpack.record import Encoded
+
+REFINEMENTS = 2
+"""How often a plan is corrected by measurement: the second time at the steps of the first."""
+
+
+def find_curves(
+    tensors: Tensors, knowledge: Knowledge, bits: float, file: Path | None, progress: bool
+) -> dict[str, Curve]:
+    """A curve for every weight, about `bits` per weight, or those kept in a file."""
+    if file is None:
+        return measure_curves(tensors, knowledge, bits, progress)
+    fingerprint = _fingerprint(tensors, knowledge)
+    kept = load_curves(file, fingerprint)
+    if kept is None:
+        kept = measure_curves(tensors, knowledge, bits, progress)
+        save_curves(file, kept, fingerprint)
+    return kept
+
+
+def measure_curves(tensors: Tensors, knowledge: Knowledge, bits: float, progress: bool) -> dict[str, Curve]:
+    trial = None
+    if knowledge.model is not None and knowledge.held_out is not None:
+        trial = SingleWeightTrial(knowledge.model, knowledge.held_out)
+    curves: dict[str, Curve] = {}
+    codes: dict[str, list[Encoded]] = {}
+    with Progress("planning", tensors.numel, progress) as bar:
+        for names, moments in knowledge.original_moments(tensors):
+            for name in names:
+                bar.show(name)
+                weight = knowledge.weight(tensors, name, moments.get(name))
+                with while_compressing(name):
+                    method = choose_method(weight, knowledge.planner, bits)
+                    curves[name], at_steps = curve_of(weight, method, bits)
+                if trial is not None and name in knowledge.sensitivity:
+                    codes[name] = at_steps
+                bar.advance(name, weight.numel)
+    curves = fill_unknown(curves, knowledge.sensitivity)
+    if trial is None:
+        return curves
+    return _refine(trial, curves, codes, bits * tensors.numel / 8, knowledge.sensitivity, progress)
+
+
+def _refine(
+    trial: SingleWeightTrial,
+    curves: dict[str, Curve],
+    codes: Mapping[str, list[Encoded]],
+    budget: float,
+    known: Mapping[str, float],
+    progress: bool,
+) -> dict[str, Curve]:
+    """Curves corrected by what each weight alone does at the step planned for it, and planned again."""
+    measured: dict[tuple[str, int], float] = {}
+    with Progress("refining", REFINEMENTS * len(codes), progress) as bar:
+        for _ in range(REFINEMENTS):
+            steps = allocate(curves, budget)
+            for name, at_steps in codes.items():
+                bar.show(name)
+                place = curves[name].nearest(steps[name])
+                if (name, place) not in measured:
+                    measured[name, place] = trial.divergence(name, at_steps[place])
+                curves[name] = correct_curve(curves[name], place, measured[name, place])
+                bar.advance(name, 1)
+            curves = fill_unknown(curves, known)
+    return curves
+
+
+def _fingerprint(tensors: Tensors, knowledge: Knowledge) -> str:
+    """What curves depend on: planner, weights and calibration data."""
+    checksum = zlib.crc32(repr(knowledge.planner).encode())
+    for name in tensors.coded:
+        checksum = zlib.crc32(name.encode() + raw_bytes(tensors.source.entries[name].load()), checksum)
+    for batch in knowledge.calibration.batches if knowledge.calibration is not None else []:
+        for value in [batch] if isinstance(batch, Tensor) else batch.values():
+            checksum = zlib.crc32(raw_bytes(value), checksum)
+    return f"{checksum:08x}"

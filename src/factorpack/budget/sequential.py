@@ -1,0 +1,136 @@
+"""Weights coded one after the other: with calibration data, each sees the layers coded before it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from factorpack.budget.candidates import encode_with_step, meet_bytes
+from factorpack.budget.knowledge import Knowledge
+from factorpack.budget.norms import correct_outputs
+from factorpack.budget.tensors import Tensors, zero_of
+from factorpack.decoding import decode
+from factorpack.errors import while_compressing
+from factorpack.format.container import stored
+from factorpack.format.packed_file import bytes_of
+from factorpack.format.schema import TensorRow
+from factorpack.format.streams import coded_bytes
+from factorpack.methods import SecondOrder
+from factorpack.progress import Progress
+from factorpack.record import Encoded, LayerMoments
+from factorpack.weight import Weight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Done:
+    """A weight that has its codes; `weight` and `moments` are kept only for the one that closes the gap."""
+
+    encoded: Encoded
+    step: float
+    weight: Weight | None = None
+    moments: LayerMoments | None = None
+
+
+class SequentialCoder:
+    """A `Coder` in this process."""
+
+    def __init__(self, tensors: Tensors, knowledge: Knowledge, progress: bool) -> None:
+        self._tensors, self._knowledge, self._progress = tensors, knowledge, progress
+        self.order = knowledge.order(tensors.coded)
+        self._done: dict[str, _Done] = {}
+        self._compressed: nn.Module | None = None
+        self._rows: dict[str, tuple[Encoded, TensorRow]] = {}
+
+    def encode(
+        self, methods: Mapping[str, SecondOrder], planned: Mapping[str, float], aim: float, closer: str
+    ) -> None:
+        """Each weight in turn spends its share of the bytes that are left."""
+        self._done, self._compressed, left = {}, self._copy_of_model(), aim
+        with Progress("compressing", self._tensors.numel, self._progress) as bar:
+            for name in self.order:
+                bar.show(name)
+                share = left / max(sum(planned[later] for later in planned if later not in self._done), 1.0)
+                done = self._encode(name, methods[name], planned[name] * share)
+                left -= coded_bytes(done.encoded)
+                self._done[name] = done if name == closer else replace(done, weight=None, moments=None)
+                bar.advance(name, done.encoded.numel)
+
+    def numel(self, name: str) -> int:
+        return self._done[name].encoded.numel
+
+    def step_of(self, name: str) -> float:
+        return self._done[name].step
+
+    def bytes_of(self, name: str) -> int:
+        return coded_bytes(self._done[name].encoded)
+
+    def recode(self, name: str, method: SecondOrder) -> None:
+        last = self._done[name]
+        assert last.weight is not None
+        assert method.step is not None
+        coded = encode_with_step(last.weight, method, method.step)
+        moments = last.moments
+        if moments is not None:  # the outputs are already corrected, for the codes it has now
+            moments = replace(moments, original_mean=moments.mean, original_power=None)
+        self._put(name, coded.encoded, decode(last.encoded), moments)
+        self._done[name] = replace(last, encoded=coded.encoded, step=coded.step)
+
+    def zero(self, name: str) -> None:
+        zero = zero_of(self._tensors.source.entries[name])
+        self._done[name] = _Done(zero.noted("zero: the budget leaves no room for it"), 0.0)
+
+    def size(self) -> int:
+        rows = [self._row(name, encoded) for name, encoded in self.tensors().items()]
+        return bytes_of(rows, self._tensors.source.aliases)
+
+    def tensors(self) -> dict[str, Encoded]:
+        coded = {name: done.encoded for name, done in self._done.items()}
+        return self._tensors.join(coded, self._compressed)
+
+    def _row(self, name: str, encoded: Encoded) -> TensorRow:
+        """How a tensor is stored; only one that has changed is coded again."""
+        if name not in self._rows or self._rows[name][0] is not encoded:
+            self._rows[name] = encoded, stored(name, encoded)[0]
+        return self._rows[name][1]
+
+    def _copy_of_model(self) -> nn.Module | None:
+        """A copy of the model to compress layer by layer, with the caller's own methods applied."""
+        if self._knowledge.model is None or self._knowledge.calibration is None:
+            return None
+        compressed = copy.deepcopy(self._knowledge.model)
+        state = compressed.state_dict()
+        for name, encoded in self._tensors.fixed.items():
+            if encoded.kind != "keep" and name in state:
+                state[name].copy_(decode(encoded))
+        return compressed
+
+    def _encode(self, name: str, method: SecondOrder, aim: float) -> _Done:
+        """One weight at about `aim` bytes, put into the compressed network."""
+        moments = self._knowledge.moments(name, self._compressed)
+        weight = self._knowledge.weight(self._tensors, name, moments)
+        assert method.step is not None
+        with while_compressing(name):
+            coded = meet_bytes(weight, method, method.step, aim)
+        self._put(name, coded.encoded, weight.values, moments)
+        return _Done(coded.encoded, coded.step, weight, moments)
+
+    def _put(self, name: str, encoded: Encoded, before: Tensor, moments: LayerMoments | None) -> None:
+        """Replaces a weight in the compressed network and restores its layer's mean output."""
+        if self._compressed is None:
+            return
+        weight = decode(encoded)
+        self._compressed.state_dict()[name].copy_(weight)
+        layer, planner = self._knowledge.layer_of.get(name), self._knowledge.planner
+        if layer is not None and moments is not None and planner.correct_means:
+            norm = self._knowledge.norm_of.get(layer)
+            correct_outputs(
+                self._compressed.get_submodule(layer),
+                self._compressed.get_submodule(norm) if norm else None,
+                weight.flatten(1),
+                before.flatten(1),
+                moments,
+                planner.correct_variances,
+            )

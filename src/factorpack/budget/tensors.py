@@ -1,0 +1,98 @@
+"""The tensors of a source as a budget sees them: weights to code, and everything else as it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from factorpack.budget.norms import small_leftovers
+from factorpack.budget.planner import BudgetRequest
+from factorpack.errors import PlanError
+from factorpack.format.packed_file import file_bytes
+from factorpack.format.schema import EXPANSION
+from factorpack.methods import Keep, Scalar
+from factorpack.planning.rules import Choice, Rules
+from factorpack.quantize.uniform import MAX_STORED_BITS
+from factorpack.record import Encoded
+from factorpack.source import Entry, Source
+from factorpack.weight import Weight
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Which tensors a budget codes, and how all others are stored."""
+
+    source: Source
+    model: nn.Module | None
+    coded: list[str]
+    fixed: Mapping[str, Encoded]
+    """Tensors that are not weights, or that the caller decided on."""
+    fold_norms: bool
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all weights that are coded."""
+        return sum(self.source.entries[name].numel for name in self.coded)
+
+    def is_fixed_by_caller(self, name: str) -> bool:
+        return name in self.fixed and self.fixed[name].by_caller
+
+    def join(self, coded: Mapping[str, Encoded], compressed: nn.Module | None) -> dict[str, Encoded]:
+        """Every tensor in the source's order; what is kept raw as the compressed network has it now."""
+        fixed = dict(self.fixed)
+        if compressed is not None:
+            state = compressed.state_dict()
+            for name, encoded in fixed.items():
+                if encoded.kind == "keep" and not encoded.by_caller and name in state:
+                    fixed[name] = Keep().encode(Weight(state[name])).noted(encoded.note)
+        small = small_leftovers(fixed, self.model, self.fold_norms)
+        return {name: coded[name] if name in coded else small[name] for name in self.source.entries}
+
+    def empty(self) -> dict[str, Encoded]:
+        """The tensors of the smallest possible file: what is kept, and every weight zero."""
+        return self.join({name: zero_of(self.source.entries[name]) for name in self.coded}, None)
+
+    def overhead_bytes(self, max_bytes: int) -> int:
+        """Bytes of everything but codes; an error where a file without a single code would be too large."""
+        zeros = [zero_of(self.source.entries[name]) for name in self.coded]
+        return overhead_bytes(file_bytes(self.empty(), self.source.aliases), max_bytes, zeros)
+
+    def bits_per_weight(self, left_bytes: int) -> float:
+        """What so many bytes allow; more bits than a code may have are of no use."""
+        return min(8 * left_bytes / self.numel, MAX_STORED_BITS)
+
+
+def split_tensors(request: BudgetRequest) -> Tensors:
+    """Encodes what the budget does not touch."""
+    choices, coded = choose_fixed(request)
+    fixed = {name: choice.encode(request.source.weight(name)) for name, choice in choices.items()}
+    return Tensors(request.source, request.model, coded, fixed, request.planner.fold_norms)
+
+
+def choose_fixed(request: BudgetRequest) -> tuple[dict[str, Choice], list[str]]:
+    """Choices for the tensors that a budget does not touch, and the names of the weights that it codes."""
+    plan = Rules(Scalar(8), request.layers, request.exclude).plan(request.source)
+    fixed = {name: choice for name, choice in plan.items() if choice.by_caller or choice.method.keeps}
+    coded = [name for name in plan if name not in fixed]
+    if not coded:
+        raise PlanError("there is no weight to compress: all tensors are vectors, integers or excluded")
+    return fixed, coded
+
+
+def overhead_bytes(least: int, max_bytes: int, empty: Iterable[Encoded]) -> int:
+    """What everything but codes takes, in a file that has `least` bytes with every weight zero."""
+    if least > max_bytes:
+        raise PlanError(
+            f"{max_bytes} bytes cannot be met: with every weight zero the file would still have {least}, for "
+            f"what is kept, headers and the reader's safety margin of one byte per {EXPANSION:,} elements"
+        )
+    return least - sum(-(-encoded.numel // EXPANSION) for encoded in empty)
+
+
+def zero_of(entry: Entry) -> Encoded:
+    """A weight of zeros."""
+    return Encoded("constant", entry.shape, entry.dtype, {"value": torch.zeros(1, dtype=entry.dtype)})

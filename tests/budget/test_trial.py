@@ -1,0 +1,91 @@
+"""Curves corrected by what a weight alone does to the outputs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import factorpack as fp
+from factorpack.budget.curves import Curve
+from factorpack.budget.divergence import divergence_of
+from factorpack.budget.outputs import Predictions, predictions_of
+from factorpack.budget.trial import LARGEST_CORRECTION, SingleWeightTrial, correct_curve
+from factorpack.calibrate import calibrate
+from factorpack.decoding import decode
+from factorpack.methods import Keep, Scalar
+from factorpack.weight import Weight
+from tests.helpers import seeded
+
+CURVE = Curve([0.1, 0.2, 0.4], [300, 200, 100], [1.0, 4.0, 16.0], 800, 1, 0.5)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 5)).eval()
+
+
+def test_divergence_of_two_coins_by_hand() -> None:
+    """KL((1/2, 1/2), (1/4, 3/4)) = (ln 2 + ln 2/3) / 2."""
+    wanted = Predictions(torch.zeros(3, 2), are_logits=True)
+    found = Predictions(torch.tensor([[0.0, math.log(3.0)]]).expand(3, 2), are_logits=True)
+    total, count = divergence_of(wanted, found)
+    assert count == 3
+    assert total / count == pytest.approx((math.log(2) + math.log(2 / 3)) / 2)
+    assert divergence_of(found, found) == (0.0, 3)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_values_are_the_mean_of_a_gaussian_of_their_own_deviation(width: int) -> None:
+    wanted = torch.tensor([[-1.0], [1.0]]).expand(2, width)
+    found = divergence_of(Predictions(wanted, are_logits=False), Predictions(wanted + 0.5, are_logits=False))
+    assert found == (pytest.approx(2 * width * 0.25 / 2), 2)
+
+
+def test_one_weight_alone_and_the_model_as_it_was() -> None:
+    model, inputs = net(), seeded(16, 12)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trial = SingleWeightTrial(model, calibrate(model, [inputs], 16))
+    rough = Scalar(2).encode(Weight(model.state_dict()["0.weight"]))
+    found = trial.divergence("0.weight", rough)
+    other = net()
+    other.load_state_dict(before | {"0.weight": decode(rough)})
+    with torch.no_grad():
+        total, count = divergence_of(predictions_of(model(inputs)), predictions_of(other(inputs)))
+    assert found == pytest.approx(total / count)
+    assert (
+        trial.divergence("0.weight", Keep().encode(Weight(before["0.weight"]))) == 0.0
+    )  # nothing stayed behind
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("measured", "right"),
+    [(8.0, 2.0), (2.0, 0.5), (400.0, LARGEST_CORRECTION), (1e-3, 1 / LARGEST_CORRECTION)],
+)
+def test_a_curve_is_corrected_but_not_by_too_much(measured: float, right: float) -> None:
+    """Loss grows like the sensitivity times the step squared: equal slope is at a step smaller by its root."""
+    found = correct_curve(CURVE, 1, measured)
+    assert found.losses == [loss * right for loss in CURVE.losses]
+    assert found.step_at_unit_slope == pytest.approx(CURVE.step_at_unit_slope / right**0.5)
+    assert found.bytes == CURVE.bytes
+
+
+def test_nothing_measured_changes_nothing() -> None:
+    assert correct_curve(CURVE, 1, 0.0) is CURVE
+
+
+@pytest.mark.parametrize(("inputs", "differ"), [(64, True), (15, False)])
+def test_a_plan_is_refined_where_there_are_inputs_to_keep_aside(inputs: int, differ: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 300), nn.ReLU(), nn.Linear(300, 200)).eval()
+    data = [seeded(inputs, 96)]
+    steps = [
+        fp.compress(model, ratio=8, calibration=data, planner=fp.Planner(refine=refine), progress=False)
+        .curves["0.weight"]
+        .step_at_unit_slope
+        for refine in (True, False)
+    ]
+    assert (steps[0] != steps[1]) == differ
