@@ -1,4 +1,4 @@
-"""A sample of what `python -m tools.kill_runs` does at length."""
+"""A short run of `python -m tools.kill_runs`."""
 
 from __future__ import annotations
 

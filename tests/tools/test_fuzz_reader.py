@@ -1,4 +1,4 @@
-"""A sample of what `python -m tools.fuzz_reader` does at length."""
+"""A short run of `python -m tools.fuzz_reader`."""
 
 from __future__ import annotations
 
