@@ -1,13 +1,14 @@
-# Two commands do everything on a machine with Python 3.11+ and make: `make demo` and `make test`.
+# `make demo` and `make test` need Python 3.11+ and make, nothing else.
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO := $(if $(wildcard $(READY)),,$(VENV)/.demo)
 
 .PHONY: demo test lint types contracts unit docs bench fuzz wheel wheel-twice clean
 
-demo: $(READY)
+demo: $(DEMO)
 	$(BIN)/factorpack demo
 
 test: lint types contracts unit
@@ -47,6 +48,12 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(READY)
+
+# Only what the demo needs; a ready development environment already has it.
+$(VENV)/.demo: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo]"
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -17,7 +17,6 @@ from benchmarks.studies.cifar import near
 from benchmarks.studies.compare import points_of
 from factorpack import QSPCA
 from factorpack.comparison.figure import pareto as pareto_of_all
-from factorpack.tiles import to_tiles
 from factorpack.weight import Weight
 
 FIGURES = ROOT / "docs" / "figures"
@@ -248,7 +247,7 @@ def representation() -> plt.Figure:
     codebook, latent = encoded.parts["codebook"], encoded.parts["latent"]
     panels = {
         "W: 4 filters of 6 kernels": weight.permute(0, 2, 1, 3).reshape(12, 18),
-        "tiles, one per column": to_tiles(weight, 9),
+        "tiles, one per column": Weight(weight).tiles(9),
         "C, 4-bit codes": codebook,
         "Z, 3-bit codes, zeros white": latent,
     }

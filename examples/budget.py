@@ -1,4 +1,4 @@
-"""A checkpoint on disk into a number of bytes, from nothing but its weights."""
+"""Compress a checkpoint on disk to a number of bytes, from its weights alone."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,7 +27,7 @@ def main(folder: Path) -> None:
     for line in sorted(size.tensors, key=lambda line: -line.bytes)[:3]:
         print(f"  {line.name} {line.shape}: {line.bytes:,} bytes, {line.words}")
 
-    try:  # a budget that no file can meet says which one could be met
+    try:  # the error of an impossible budget names the smallest possible one
         fp.compress(folder / "digits.pt", max_bytes=2_000)
     except fp.PlanError as error:
         print(f"refused: {error}")

@@ -1,4 +1,4 @@
-"""A budget planned on the answers: a few unlabelled inputs keep what the weights alone would lose."""
+"""What a few unlabelled inputs are worth: the same size planned from the weights alone, and with inputs."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,7 +21,7 @@ def main(folder: Path) -> None:
         score = accuracy(packed.load_into(net()).eval(), test)
         print(f"{name}: {packed.size().file_ratio:.1f} times smaller, accuracy {score:.3f}")
 
-    # What another size would cost each weight was measured on the way, and is there to be looked at.
+    # Planning measured what other sizes would cost each weight.
     curve = packed.curves["9.weight"]
     print("bytes of 9.weight:", ", ".join(f"{each:,.0f}" for each in curve.bytes))
     print("nats they cost:   ", ", ".join(f"{each:.4f}" for each in curve.losses))

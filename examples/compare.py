@@ -1,4 +1,4 @@
-"""What other methods make of the same model at the same size, in real files."""
+"""Other methods on the same model at the same size, measured on real files."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ def main(folder: Path) -> None:
     print(f"FP32: {accuracy(model, test):.3f}")
     for point in sorted(points, key=lambda point: -point.measured.get("top1", 0.0)):
         if point.file is None:
-            print(f"{point.method}: makes no file so small; {point.settings}")
+            print(f"{point.method}: makes no file that small; {point.settings}")
         else:
             score = point.measured["top1"]
             print(f"{point.method}: {score:.3f} at {point.file_ratio:.1f} times smaller, {point.settings}")

@@ -1,4 +1,4 @@
-"""Fine-tuning in the packed form, to a size: killed on the way, it goes on where it was."""
+"""Fine-tune in the packed form down to a size. The job is killed halfway, and resumes where it was."""
 
 import signal
 import subprocess
@@ -29,15 +29,15 @@ def prepare(folder: Path) -> None:
         nn.functional.cross_entropy(model(images), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
-    packed = fp.compress(model, ratio=RATIO / 2, calibration=[images[:128]])  # training saves the other half
+    packed = fp.compress(model, ratio=RATIO / 2, calibration=[images[:128]])  # training halves it again
     fp.save(packed, folder / "start.safetensors")
 
 
 def tune(folder: Path) -> None:
-    """What a job runs: the same call the first time and every other time."""
+    """What the job runs: the same call the first time and after it was killed."""
     train, test = digits()
     state, packed = folder / "state", fp.load(folder / "start.safetensors")
-    print(f"{'goes on' if state.exists() else 'starts'}: {packed.size().file_ratio:.1f} times smaller")
+    print(f"{'resumes' if state.exists() else 'starts'}: {packed.size().file_ratio:.1f} times smaller")
     batches = DataLoader(TensorDataset(*train), batch_size=64, shuffle=True)
     schedule = fp.Schedule(epochs=8, learning_rate=1e-3, target_ratio=RATIO)
     fp.finetune(packed, net(), batches, schedule=schedule, checkpoint=state, checkpoint_every=20)

@@ -1,4 +1,4 @@
-"""A small language model into a small folder, and its perplexity before and after. Needs transformers."""
+"""Compress a small language model to a folder, and measure perplexity before and after. Needs transformers."""
 
 import argparse
 import inspect
@@ -15,7 +15,7 @@ LENGTH = 64
 
 
 def windows() -> torch.Tensor:
-    """A module's source, a byte a token, in windows; any text and tokenizer will do."""
+    """A Python module's source in windows, one token per byte. Any text and tokenizer will do."""
     tokens = torch.frombuffer(bytearray(inspect.getsource(argparse).encode()), dtype=torch.uint8).long()
     return tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
 

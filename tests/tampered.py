@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from factorpack.format.container import METADATA_KEY, SMALL_BYTES, header_bytes
+from factorpack.format.container import METADATA_KEY, SMALL_BYTES, safetensors_header
 from factorpack.format.schema import SMALL, VERSION
 
 
@@ -67,7 +67,7 @@ def envelope_of(schema_json: bytes, **changes: object) -> str:
 def container_of(metadata: str | dict[str, str], entries: Mapping[str, bytes]) -> bytes:
     table = metadata if isinstance(metadata, dict) else {METADATA_KEY: metadata}
     sizes = [(name, "U8", (len(data),), len(data)) for name, data in entries.items()]
-    return header_bytes(sizes, table) + b"".join(entries.values())
+    return safetensors_header(sizes, table) + b"".join(entries.values())
 
 
 def take_apart(blob: bytes) -> Pieces:

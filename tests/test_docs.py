@@ -19,12 +19,11 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from torch import nn
 
 import factorpack
 from benchmarks.run import EXPERIMENTS, RESULTS, STUDIES
-from factorpack.commands import app
+from factorpack.commands import COMMANDS, command_line
 from factorpack.planning.families import DEFAULT_METHOD, FAMILIES
 from factorpack.planning.recipe import KEYS, recipe_from
 
@@ -125,9 +124,8 @@ def commands() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("page", "line"), commands())
 def test_commands_on_pages_have_the_options_they_use(page: str, line: str) -> None:
     words = shlex.split(line.partition(" > ")[0], comments=True)[1:]
-    group: Any = typer.main.get_command(app)
-    assert words[0] in group.commands, page
-    command = group.commands[words[0]]
+    assert words[0] in COMMANDS, page
+    command = command_line(words[0])
     with command.make_context(words[0], ["--help"], resilient_parsing=True) as context:
         left = command.make_parser(context).parse_args(words[1:])[1]
     assert left == [], page
@@ -153,6 +151,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         "planning": "factorpack.calibrate.calibrate",
     }.items():
         assert f'id="{name}"' in (tmp_path / "reference" / page / "index.html").read_text()
+
+
+def test_the_import_order_on_the_page_is_the_contract() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    order = [line.replace("factorpack.", "").replace(" | ", ", ") for line in contracts[0]["layers"]]
+    assert blocks("docs/architecture.md", "") == ["".join(f"{line}\n" for line in order)]
 
 
 def test_the_recipe_that_docs_show_is_one() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 import factorpack as fp
 from benchmarks.zoo import resnet18
 from factorpack.record import Encoded
-from factorpack.size import ITEMS, code_width, fixed_bits, size_report, words
+from factorpack.size import ITEMS, fixed_bits, size_report, words
 from factorpack.weight import Weight
 from tests.helpers import seeded
 
@@ -159,11 +159,6 @@ def test_one_step_in_words() -> None:
     assert words(Encoded("scalar", (6, 50), torch.float32, parts, {"codes": 12})) == "9 bits, 99% zeros"
 
 
-@pytest.mark.parametrize(("low", "high", "bits"), [(-1, 0, 1), (-2, 1, 2), (0, 1, 2), (-3, 1, 3), (5, 9, 5)])
-def test_the_width_codes_need(low: int, high: int, bits: int) -> None:
-    assert code_width(low, high) == bits
-
-
 def codewords(stages: int, count: int, tile: int, bits: int) -> Encoded:
     """Six tiles, each the sum of `stages` codewords."""
     parts = {
@@ -176,8 +171,8 @@ def codewords(stages: int, count: int, tile: int, bits: int) -> Encoded:
 @pytest.mark.parametrize(
     ("encoded", "text"),
     [
-        (codewords(1, 5, 9, 3), "5 codewords of 9 numbers, 3 bits"),
-        (codewords(2, 4, 8, 2), "2 x 4 codewords of 8 numbers, 2 bits"),
+        (codewords(1, 5, 9, 3), "5 codewords of 9 values, 3 bits"),
+        (codewords(2, 4, 8, 2), "2 x 4 codewords of 8 values, 2 bits"),
     ],
 )
 def test_codewords_count_the_codebook_and_the_indices(encoded: Encoded, text: str) -> None:

@@ -12,16 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from factorpack.errors import PlanError
-from factorpack.tiles import (
-    from_out_first,
-    from_spatial,
-    from_tiles,
-    out_first,
-    out_first_shape,
-    tile_count,
-    to_spatial,
-    to_tiles,
-)
+from factorpack.tiles import Layout, tile_count
 from tests.helpers import assert_same_tensor, seeded
 
 sizes = st.integers(1, 6)
@@ -33,45 +24,42 @@ def numbered(*shape: int) -> Tensor:
 
 
 @st.composite
-def weights(draw: st.DrawFn) -> tuple[tuple[int, ...], int]:
-    """A weight's shape and its transposed groups: linear, embedding, convolutions plain and transposed."""
+def layouts(draw: st.DrawFn) -> Layout:
+    """Of linear layers, embeddings, and convolutions plain and transposed."""
     spatial = draw(st.lists(st.integers(1, 4), max_size=3))
     groups = draw(st.integers(1, 4)) if spatial and draw(st.booleans()) else 0
     leading = draw(sizes) * max(groups, 1)
-    return (leading, draw(sizes), *spatial), groups
+    return Layout((leading, draw(sizes), *spatial), groups)
 
 
-@given(weights(), tiles)
-def test_from_tiles_inverts_to_tiles(weight: tuple[tuple[int, ...], int], tile: int) -> None:
-    shape, groups = weight
-    original = numbered(*shape)
-    matrix = to_tiles(original, tile, groups)
-    assert matrix.shape == (tile, tile_count(original.numel(), tile))
-    assert_same_tensor(from_tiles(matrix, shape, groups), original)
+@given(layouts(), tiles)
+def test_from_tiles_inverts_to_tiles(layout: Layout, tile: int) -> None:
+    original = numbered(*layout.shape)
+    matrix = layout.to_tiles(original, tile)
+    assert matrix.shape == (tile, layout.tile_count(tile)) == (tile, tile_count(original.numel(), tile))
+    assert_same_tensor(layout.from_tiles(matrix), original)
 
 
-@given(weights())
-def test_from_spatial_inverts_to_spatial(weight: tuple[tuple[int, ...], int]) -> None:
-    shape, groups = weight
-    original = numbered(*shape)
-    assert_same_tensor(from_spatial(to_spatial(original, groups), shape, groups), original)
+@given(layouts())
+def test_from_spatial_inverts_to_spatial(layout: Layout) -> None:
+    original = numbered(*layout.shape)
+    assert_same_tensor(layout.from_spatial(layout.to_spatial(original)), original)
 
 
 @given(sizes, sizes, sizes, sizes)
 def test_a_spatial_matrix_has_rows_of_inputs_and_heights(out: int, inputs: int, h: int, w: int) -> None:
     weight = numbered(out, inputs, h, w)
-    matrix = to_spatial(weight)
+    matrix = Layout(tuple(weight.shape)).to_spatial(weight)
     assert matrix.shape == (inputs * h, out * w)
     for o, i, y, x in itertools.product(range(out), range(inputs), range(h), range(w)):
         assert matrix[i * h + y, o * w + x] == weight[o, i, y, x]
 
 
-@given(weights(), tiles)
-def test_column_j_holds_the_jth_run_of_numbers(weight: tuple[tuple[int, ...], int], tile: int) -> None:
-    shape, groups = weight
-    original = numbered(*shape)
-    flat = out_first(original, groups).flatten().tolist()
-    for j, column in enumerate(to_tiles(original, tile, groups).T.tolist()):
+@given(layouts(), tiles)
+def test_column_j_holds_the_jth_run_of_numbers(layout: Layout, tile: int) -> None:
+    original = numbered(*layout.shape)
+    flat = layout.out_first(original).flatten().tolist()
+    for j, column in enumerate(layout.to_tiles(original, tile).T.tolist()):
         run = flat[j * tile : (j + 1) * tile]
         assert column == run + [0.0] * (tile - len(run))
 
@@ -98,12 +86,13 @@ def test_real_layers_come_back(layer: nn.Module, tile: int) -> None:
     weight = layer.weight.detach()
     assert isinstance(weight, Tensor)
     groups = layer.groups if isinstance(layer, nn.modules.conv._ConvTransposeNd) else 0
-    assert_same_tensor(from_tiles(to_tiles(weight, tile, groups), tuple(weight.shape), groups), weight)
+    layout = Layout(tuple(weight.shape), groups)
+    assert_same_tensor(layout.from_tiles(layout.to_tiles(weight, tile)), weight)
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4), (2, 3, 2, 2)])
 def test_plain_weights_are_read_as_they_lie(shape: tuple[int, ...]) -> None:
-    assert to_tiles(numbered(*shape), 1)[0].tolist() == list(range(math.prod(shape)))
+    assert Layout(shape).to_tiles(numbered(*shape), 1)[0].tolist() == list(range(math.prod(shape)))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3])
@@ -112,15 +101,13 @@ def test_transposed_weights_by_index(groups: int, spatial: tuple[int, ...]) -> N
     """Input channel i of group g and its output o are the plain weight's row g*out + o, column i."""
     inputs, outputs = 4, 5  # of one group
     stored = numbered(groups * inputs, outputs, *spatial)
-    read = out_first(stored, groups)
-    assert (
-        tuple(read.shape)
-        == out_first_shape(tuple(stored.shape), groups)
-        == (groups * outputs, inputs, *spatial)
-    )
+    layout = Layout(tuple(stored.shape), groups)
+    read = layout.out_first(stored)
+    assert tuple(read.shape) == layout.out_first_shape == (groups * outputs, inputs, *spatial)
+    assert layout.outputs == groups * outputs
     for g, i, o in itertools.product(range(groups), range(inputs), range(outputs)):
         assert_same_tensor(read[g * outputs + o, i], stored[g * inputs + i, o])
-    assert_same_tensor(from_out_first(read, groups), stored)
+    assert_same_tensor(layout.from_out_first(read), stored)
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -128,7 +115,7 @@ def test_a_transposed_convolution_is_a_plain_one_of_the_flipped_out_first_weight
     """What `out` and `in` mean, by arithmetic: at stride 1 the two convolutions are the same map."""
     layer = nn.ConvTranspose2d(6, 9, 3, groups=groups, bias=False).double()
     images = seeded(2, 6, 5, 5, dtype=torch.float64)
-    plain = out_first(layer.weight.detach(), groups).flip(2, 3)
+    plain = Layout(tuple(layer.weight.shape), groups).out_first(layer.weight.detach()).flip(2, 3)
     expected = nn.functional.conv2d(images, plain, padding=2, groups=groups)
     torch.testing.assert_close(layer(images).detach(), expected)
 
@@ -136,7 +123,7 @@ def test_a_transposed_convolution_is_a_plain_one_of_the_flipped_out_first_weight
 @pytest.mark.parametrize(("shape", "groups"), [((4, 4), 1), ((5, 2, 3), 2), ((4,), 1)])
 def test_no_transposed_convolution(shape: tuple[int, ...], groups: int) -> None:
     with pytest.raises(PlanError, match=f"not a transposed convolution of {groups} groups"):
-        out_first(numbered(*shape), groups)
+        Layout(shape, groups).out_first(numbered(*shape))
 
 
 @given(st.integers(1, 10_000), st.integers(1, 512))

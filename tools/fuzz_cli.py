@@ -60,6 +60,17 @@ LIKELY: dict[str, Sequence[str]] = {
     "output": ("out", "out.safetensors", "new/out", "pictures", ".", "net.safetensors"),
     "model": MODELS,
     "method": sorted(METHODS),
+    "settings": (
+        "step=0.3",
+        "bits=4",
+        "tile=9",
+        "qp=-20",
+        "rank=none",
+        "solver.steps=3",
+        "=",
+        "bits=",
+        "a=b",
+    ),
     "data": ("pictures", "pictures/val", "broken", "net.pt", "absent"),
     "calibration": ("pictures", "pictures/val", "broken", "net.pt", "absent"),
 }
@@ -143,7 +154,7 @@ def parameters(command: Callable[..., None]) -> list[Parameter]:
     return found
 
 
-PARAMETERS = {name: parameters(command) for name, command in cli.COMMANDS.items()}
+PARAMETERS = {name: parameters(command.load()) for name, command in cli.COMMANDS.items()}
 
 
 def arguments(rng: random.Random, files: list[str]) -> list[str]:

@@ -33,8 +33,7 @@ from safetensors.torch import save_file
 
 from benchmarks.measure import machine
 from benchmarks.run import RESULTS
-from factorpack.commands import app
-from factorpack.commands import engine_options as options
+from factorpack.commands import app, engines
 from factorpack.engine import Local
 from factorpack.format.container import Reader
 from tests.commands.test_compress_budget import wide_net
@@ -122,7 +121,7 @@ def _point(path: Path) -> bytes:
 
 COMMANDS = {
     "compress": Command(
-        partial(_compress, ["--rank", "24", "--latent-bits", "4", "--tile", "32"]), Path.read_bytes
+        partial(_compress, ["--rank", "24", "--latent-bits", "4", "--set", "tile=32"]), Path.read_bytes
     ),
     "compress --ratio": Command(partial(_compress, ["--ratio", "12"]), Path.read_bytes),
     "finetune": Command(_finetune, Path.read_bytes),
@@ -255,7 +254,7 @@ def run(kills: int, seed: int, commands: list[str]) -> dict[str, Any]:
     torch.optim.Adam([torch.zeros(1)])  # its first use imports for a second: once here, not in each child
     assert accelerate.__version__
     assert matplotlib.__version__
-    options.ENGINES["local"] = partial(Local, start="fork")
+    engines.ENGINES["local"] = partial(Local, start="fork")
     draw = random.Random(seed)
     counts = {name: Count() for name in commands}
     with tempfile.TemporaryDirectory(prefix="factorpack-kills-") as place:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -141,11 +142,13 @@ def cases(folder: Path) -> Iterator[Case]:
     yield "nearly nothing", saved(net, max_bytes=3300)
     yield "recipe", saved(net, recipe="resnet" if _fits(fp, net) else "none")
     command = ["compress", str(checkpoint), "--json", "-o"]
+    has_settings = importlib.util.find_spec("factorpack.commands") is not None
+    tile = ["--set", "tile=16"] if has_settings else ["--tile", "16"]  # as older trees have it
     for name, words in (
         ("command, ratio", ["--ratio", "10"]),
         ("command, method", ["--method", "scalar", "--bits", "5"]),
         ("command, engine", ["--ratio", "10", "--engine", "local", "--workers", "1"]),
-        ("command, engine method", ["--rank", "8", "--tile", "16", "--engine", "local", "--workers", "1"]),
+        ("command, engine method", ["--rank", "8", *tile, "--engine", "local", "--workers", "1"]),
     ):
         yield name, lambda path, words=words: main([*command, str(path), *words])
     yield "trained", lambda path: _trained(fp, net, path)

@@ -15,7 +15,7 @@ import factorpack as fp
 from benchmarks.data import pretrained
 from benchmarks.formatting import format_source, format_table, load_result
 from benchmarks.measure import one_thread_clock
-from factorpack.decoding import LAYOUTS
+from factorpack.kinds import KINDS
 from factorpack.methods import METHODS, from_fields
 from factorpack.record import Encoded, weight_of
 from factorpack.runtime.factored import why_not_factored
@@ -135,7 +135,7 @@ def count_overhead(
     layers, uncounted = {}, []
     modules = {weight_of(name): module for name, module in model.named_modules()}
     for name, encoded in packed.items():
-        if encoded.kind not in LAYOUTS:
+        if not KINDS[encoded.kind].is_product:
             continue
         if name not in positions:
             uncounted.append(name)

@@ -14,7 +14,7 @@ from benchmarks.data import pretrained
 from benchmarks.formatting import format_source, format_table, load_result
 from benchmarks.training import device
 from factorpack.comparison.permute import Permuted, permute_model
-from factorpack.tiles import to_tiles
+from factorpack.weight import Weight
 
 
 def run(
@@ -40,7 +40,7 @@ def run(
     for name, log_det in _log_dets(report).items():
         tile = tile_of(name, tuple(before[name].shape))
         errors = [
-            [_error(to_tiles(state[name], tile).T, codewords, passes, seed) for seed in range(seeds)]
+            [_error(Weight(state[name]).tiles(tile).T, codewords, passes, seed) for seed in range(seeds)]
             for state in (before, after)
         ]
         rows.append(

@@ -1,4 +1,4 @@
-"""The one noun: `Encoded`, what every method makes, and what is counted, stored and decoded."""
+"""`Encoded`: what every method produces, and what is counted, stored and decoded."""
 
 from __future__ import annotations
 
@@ -32,9 +32,6 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """Every dtype a checkpoint tensor may have, by the name the file uses."""
 
-THRESHOLDED = {"factors": "latent", "scalar": "codes"}
-"""The part whose codes a threshold may have made zero, by kind: `Encoded.extra_zeros` counts those."""
-
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -44,9 +41,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Encoded:
     """One tensor of a model, in the form it is stored in.
 
-    `parts` holds the arrays `decode.DECODERS[kind]` needs. A part with an entry in `bits` is a matrix of
-    signed integer codes of that width, [-2^(bits-1), 2^(bits-1) - 1], held as int8, or as int16 beyond 8
-    bits; any other part is held in its own dtype.
+    `parts` holds the arrays that `kinds.KINDS[kind]` needs. A part with an entry in `bits` is a matrix of
+    signed integer codes of that width, [-2^(bits-1), 2^(bits-1) - 1], held as int8, or as int16 above 8
+    bits. Any other part is held in its own dtype.
 
     >>> Encoded("keep", (2,), torch.float32, {"values": torch.tensor([1.0, 2.0])}).numel
     2
@@ -58,13 +55,13 @@ class Encoded:
     parts: Mapping[str, Tensor]
     bits: Mapping[str, int] = field(default_factory=dict)
     transposed_groups: int = 0
-    """0: output channels lead. g > 0: a transposed convolution of g groups, (in, out/g, ...)."""
+    """0: output channels come first. g > 0: a transposed convolution of g groups, (in, out/g, ...)."""
     extra_zeros: int = 0
     """Codes a threshold set to zero beyond those that rounding had already made zero."""
     note: str = ""
-    """Why this tensor got this encoding, where a rule and not the caller chose it."""
+    """Why this tensor got this encoding, where a rule chose it and not the caller."""
     trellis: int = 0
-    """States of the trellis that its codes (a factors tensor's latent) are a path through; 0: any codes."""
+    """States of the trellis that its codes are a path through; 0: any codes."""
     by_caller: bool = False
     """Whether the caller, and not a rule, chose this encoding. It is not stored in the file."""
 
@@ -78,7 +75,7 @@ class Encoded:
         return Layout(self.shape, self.transposed_groups)
 
     def noted(self, note: str) -> Encoded:
-        """The same with one more reason in front; an empty one changes nothing."""
+        """The same with a further reason in front; an empty one changes nothing."""
         if not note:
             return self
         return replace(self, note=f"{note}; {self.note}" if self.note else note)
@@ -86,7 +83,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSample:
-    """What a layer sees and what it should answer, sample by sample, and how it computes."""
+    """A layer's inputs, the outputs it should give, sample by sample, and how it computes."""
 
     inputs: Tensor
     """From the network as compressed so far, samples first."""
@@ -99,7 +96,7 @@ class LayerSample:
         return replace(self, inputs=self.inputs[:count], outputs=self.outputs[:count])
 
     def split(self, share: float) -> tuple[LayerSample, LayerSample]:
-        """All but the last `share` of the samples, and those; at least one each."""
+        """All but the last `share` of the samples, and that share; at least one sample each."""
         held = min(max(round(share * len(self.inputs)), 1), len(self.inputs) - 1)
         last = replace(self, inputs=self.inputs[-held:], outputs=self.outputs[-held:])
         return self.first(len(self.inputs) - held), last
@@ -107,21 +104,21 @@ class LayerSample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerMoments:
-    """What second-order methods need of a layer's inputs u, group by group; means are over positions."""
+    """What second-order methods need to know about a layer's inputs u, per group; means are over positions."""
 
     second: Tensor
     """E[u u^T] in the network as compressed so far: (groups, K, K)."""
     mean: Tensor
     """E[u]: (groups, K)."""
     cross: Tensor | None
-    """E[u' u^T] with u' the original network's inputs; None where they are the same."""
+    """E[u' u^T], where u' are the original network's inputs; None where they are the same."""
     original_mean: Tensor
     """E[u']: (groups, K)."""
     original_power: Tensor | None = None
-    """E[(W u')^2], W being the original weight: (groups, out/groups); None where the inputs are the same."""
+    """E[(W u')^2], where W is the original weight: (groups, out/groups); None where the inputs are the same."""
 
     def centred(self) -> LayerMoments:
-        """The moments about the mean, for a layer whose mean output is put right afterwards."""
+        """The moments about the mean, for a layer whose mean output is corrected afterwards."""
         second = self.second - self.mean[:, :, None] * self.mean[:, None, :]
         cross = self.cross
         if cross is not None:

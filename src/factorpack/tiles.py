@@ -117,35 +117,3 @@ def _swap_grouped(weight: Tensor, groups: int) -> Tensor:
     """Swaps the two channel dimensions inside each group: (g*a, b, ...) -> (g*b, a, ...)."""
     grouped = weight.reshape(groups, -1, *weight.shape[1:])  # (g, a, b, ...)
     return grouped.transpose(1, 2).flatten(0, 1)
-
-
-def out_first(weight: Tensor, transposed_groups: int = 0) -> Tensor:
-    return Layout(tuple(weight.shape), transposed_groups).out_first(weight)
-
-
-def from_out_first(weight: Tensor, transposed_groups: int = 0) -> Tensor:
-    return weight if transposed_groups == 0 else _swap_grouped(weight, transposed_groups)
-
-
-def to_tiles(weight: Tensor, tile: int, transposed_groups: int = 0) -> Tensor:
-    return Layout(tuple(weight.shape), transposed_groups).to_tiles(weight, tile)
-
-
-def from_tiles(matrix: Tensor, shape: tuple[int, ...], transposed_groups: int = 0) -> Tensor:
-    return Layout(shape, transposed_groups).from_tiles(matrix)
-
-
-def out_first_shape(shape: tuple[int, ...], transposed_groups: int = 0) -> tuple[int, ...]:
-    return Layout(shape, transposed_groups).out_first_shape
-
-
-def to_spatial(weight: Tensor, transposed_groups: int = 0) -> Tensor:
-    return Layout(tuple(weight.shape), transposed_groups).to_spatial(weight)
-
-
-def from_spatial(matrix: Tensor, shape: tuple[int, ...], transposed_groups: int = 0) -> Tensor:
-    return Layout(shape, transposed_groups).from_spatial(matrix)
-
-
-def spatial_shape(shape: tuple[int, ...], transposed_groups: int = 0) -> tuple[int, int, int, int]:
-    return Layout(shape, transposed_groups).spatial_shape

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 import factorpack as fp
-from factorpack import commands as cli
 from factorpack.budget.excerpt import excerpt_of, measure_a_few
 from factorpack.errors import PlanError
-from factorpack.format.container import head_bytes
+from factorpack.format.container import file_header
 from factorpack.format.packed_file import file_bytes
 from factorpack.methods import METHODS, Method
-from factorpack.methods.base import EXCERPT_VALUES
-from factorpack.planning.families import FAMILIES, family_text
+from factorpack.methods.method import EXCERPT_VALUES
 from factorpack.source import open_source
 from factorpack.weight import Weight
 from tests.helpers import seeded, shared_weights
@@ -162,92 +158,6 @@ def test_memory_and_seconds_are_about_right(checkpoint: Path) -> None:
     assert 0 < small.seconds < 60
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["factorpack", *map(str, arguments)])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    return int(exit_.value.code or 0)
-
-
-def test_a_plan_writes_nothing(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.chdir(checkpoint.parent)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    for choices in ((), ("--ratio", 9), ("--method", "scalar"), ("--bytes", 120_000, "--exclude", "fc.*")):
-        assert run(monkeypatch, "plan", checkpoint, *choices) == 0
-        assert "times smaller" in capsys.readouterr().out
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-
-
-def test_the_command_says_what_the_verb_does(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "plan", checkpoint, "--method", "scalar", "--bits", 5, "--json") == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["file_bytes"] == fp.plan(checkpoint, fp.Scalar(5)).file_bytes
-    assert sum(line["bytes"] for line in said["tensors"]) + said["header_bytes"] == said["file_bytes"]
-    assert sum(line["share"] for line in said["tensors"]) < 1
-    assert run(monkeypatch, "plan", checkpoint, "--ratio", 10, "--top", 2) == 0
-    out = capsys.readouterr().out
-    assert "the smallest that is possible" in out
-    assert "planner: Planner(" in out
-    assert run(monkeypatch, "plan", checkpoint, "--ratio", 10, "--bits", 3) == 2
-    assert "a budget chooses methods" in capsys.readouterr().err
-    assert run(monkeypatch, "plan", checkpoint, "--ratio", 100_000) == 2
-    assert "with every weight zero" in capsys.readouterr().err
-
-
-RESNET = {
-    "conv1.weight": (8, 3, 3, 3),
-    "layer1.0.conv1.weight": (8, 8, 3, 3),
-    "layer4.0.conv2.weight": (8, 8, 3, 3),
-    "fc.weight": (10, 8),
-}
-
-
-def test_a_recipe_is_picked_said_and_overruled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source, packed = tmp_path / "net.safetensors", tmp_path / "small.safetensors"
-    save_file({name: seeded(*shape) for name, shape in RESNET.items()}, source)
-    given = ("compress", source, "-o", packed)
-    assert run(monkeypatch, *given) == 0
-    assert "recipe resnet: ResNets" in capsys.readouterr().out
-    assert fp.load(packed)["conv1.weight"].note.startswith("excluded by")
-    assert run(monkeypatch, *given, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["recipe"] == "resnet"
-    by_recipe = packed.read_bytes()
-    assert run(monkeypatch, *given, "--recipe", "resnet") == 0
-    assert packed.read_bytes() == by_recipe
-    for plain in (("--recipe", "none"), ("--method", "qspca")):
-        assert run(monkeypatch, *given, *plain) == 0
-        assert "recipe resnet" not in capsys.readouterr().out
-        fp.save(fp.compress(source, progress=False), tmp_path / "plain.safetensors")
-        assert packed.read_bytes() == (tmp_path / "plain.safetensors").read_bytes()
-    assert run(monkeypatch, *given, "--ratio", 3) == 0
-    assert fp.load(packed)["conv1.weight"].kind == "keep"
-    assert run(monkeypatch, *given, "--ratio", 3, "--recipe", "none") == 0
-    assert fp.load(packed)["conv1.weight"].kind != "keep"
-    assert run(monkeypatch, *given, "--recipe", "bert", "--bits", 3) == 2
-    assert "a recipe states methods and settings itself" in capsys.readouterr().err
-
-
-def test_recipes_are_listed_and_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "recipes") == 0
-    listed = capsys.readouterr().out
-    assert all(name in listed for name in FAMILIES)
-    assert run(monkeypatch, "recipes", "vit") == 0
-    assert capsys.readouterr().out == family_text("vit")
-    assert run(monkeypatch, "recipes", "--json") == 0
-    assert {each["name"] for each in json.loads(capsys.readouterr().out)["recipes"]} == set(FAMILIES)
-    assert run(monkeypatch, "recipes", "vgg") == 2
-    assert "unknown recipe 'vgg'" in capsys.readouterr().err
-
-
 def test_every_method_that_needs_no_data_is_tried() -> None:
     assert {type(method).name for method in METHODS_TRIED} >= set(METHODS) - {
         "bgd",
@@ -261,5 +171,5 @@ def test_the_header_is_counted_for_the_names_there_are() -> None:
     packed = fp.compress(state, fp.Scalar(4), progress=False)
     planned = fp.plan(state, fp.Scalar(4))
     rows = planned.file_bytes - planned.header_bytes
-    assert planned.header_bytes > len(head_bytes([], {}))
+    assert planned.header_bytes > len(file_header([], {}))
     assert rows + planned.header_bytes == file_bytes(packed, packed.aliases)

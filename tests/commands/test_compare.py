@@ -10,14 +10,14 @@ import pytest
 from safetensors.torch import save_file
 
 import factorpack as fp
-from factorpack.commands import engine_options as options
+from factorpack.commands import engines
 from factorpack.comparison.grid import Grid
 from factorpack.comparison.request import Request
 from factorpack.engine import Local
 from factorpack.errors import PlanError
 from factorpack.format.locks import locked
+from tests.commands.running import SIDE, failure, ok
 from tests.commands.test_compress_budget import MODEL, wide_net
-from tests.commands.test_finetune import SIDE, failure, ok
 from tests.tune.small_net import pictures
 
 
@@ -74,7 +74,7 @@ def test_trained_with_one_schedule(checkpoint: Path, data: Path, tmp_path: Path)
 def test_workers_of_their_own_make_the_same_points(
     checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(options.ENGINES, "local", partial(Local, start="fork"))
+    monkeypatch.setitem(engines.ENGINES, "local", partial(Local, start="fork"))
     measure = ["--calibration", data / "train", "--data", data]
     found = {}
     for name, more in (("alone", []), ("spread", ["--engine", "local", "--engine-workers", 2])):

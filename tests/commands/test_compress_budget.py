@@ -13,7 +13,7 @@ from torch import nn
 import factorpack as fp
 from factorpack.errors import SourceError
 from factorpack.tune.images import unlabelled
-from tests.commands.test_finetune import SIDE, failure, ok
+from tests.commands.running import SIDE, failure, ok
 from tests.helpers import seeded
 from tests.tune.small_net import pictures
 
@@ -58,7 +58,7 @@ def test_a_ratio_from_the_weights_alone(checkpoint: Path, tmp_path: Path) -> Non
     said = json.loads(ok("compress", checkpoint, "-o", packed, "--ratio", 9, "--json"))
     assert said["file_bytes"] == packed.stat().st_size
     assert 0.99 * original_bytes() / 9 <= packed.stat().st_size <= original_bytes() / 9
-    assert "small.safetensors" in ok("compress", checkpoint, "-o", packed, "--bytes", 40_000)
+    assert "small.safetensors" in ok("compress", checkpoint, "-o", packed, "--max-bytes", 40_000)
     assert 39_600 <= packed.stat().st_size <= 40_000
 
 
@@ -95,7 +95,7 @@ def test_curves_are_kept_and_used_again(
         assert curve["bytes"] == sorted(curve["bytes"], reverse=True)
     first = packed.read_bytes()
     with monkeypatch.context() as patched:
-        patched.setattr("factorpack.budget.budgeter.best_pose", None)  # planning again would fail
+        patched.setattr("factorpack.budget.measured_curves.choose_method", None)  # planning again would fail
         ok("compress", checkpoint, "-o", packed, "--ratio", 9, "--curves", curves)
         assert packed.read_bytes() == first
         ok("compress", checkpoint, "-o", packed, "--ratio", 30, "--curves", curves)
@@ -116,10 +116,10 @@ def test_a_file_that_holds_no_curves(checkpoint: Path, tmp_path: Path) -> None:
 
 WRONG = {
     ("--ratio", 9, "--rank", 4): "a budget chooses methods and settings itself",
-    ("--ratio", 9, "--bytes", 9): "give one of a method, ratio, max_bytes and max_loss",
+    ("--ratio", 9, "--max-bytes", 9): "give one of a method, ratio, max_bytes and max_loss",
     ("--ratio", 0.5): "ratio is 0.5, expected a number above 1",
-    ("--bytes", 10): "10 bytes cannot be met: with every weight zero the file would still have",
-    ("--model", "a:b"): "serve a budget: give --ratio or --bytes",
+    ("--max-bytes", 10): "10 bytes cannot be met: with every weight zero the file would still have",
+    ("--model", "a:b"): "serve a budget: give --ratio or --max-bytes",
     ("--ratio", 9, "--calibration", "/nowhere"): "say what makes it with --model",
     ("--ratio", 9, "--calibration", "/nowhere", "--model", MODEL): "there is no folder /nowhere",
     (

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import factorpack as fp
 from factorpack.budget.curves import Curve, save_curves
 from factorpack.commands.report import comparison_facts
-from tests.commands.test_commands import run
+from tests.commands.running import run
 from tests.helpers import seeded
 
 STATE = {"body.weight": seeded(64, 32, 3, 3), "body.bias": seeded(64), "fc.weight": seeded(10, 64)}

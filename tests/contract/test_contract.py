@@ -19,7 +19,7 @@ from torch import Tensor
 
 from factorpack.decoding import check, decode, specs
 from factorpack.errors import WeightError
-from factorpack.format.bitpack import packed_bytes
+from factorpack.format.bitpack import bit_string_bytes
 from factorpack.format.container import Reader
 from factorpack.methods import (
     AQ,
@@ -148,7 +148,7 @@ def test_encode_store_decode(setting: str, shape_name: str, dtype: torch.dtype, 
 
     assert_same_tensor(weight, before)
     assert_same_encoded(method.encode(Weight(weight, groups)), encoded)
-    check(encoded.kind, encoded.shape, encoded.dtype, encoded.transposed_groups, specs(encoded))
+    check(encoded.kind, encoded.layout, encoded.dtype, specs(encoded))
     for name, bits in encoded.bits.items():
         low, high = code_range(bits)
         assert encoded.parts[name].dtype == code_dtype(bits)
@@ -165,7 +165,9 @@ def test_encode_store_decode(setting: str, shape_name: str, dtype: torch.dtype, 
     assert_same_encoded(reader["w"], encoded)
     assert_same_tensor(decode(reader["w"]), decoded)
     for name, bits in encoded.bits.items():
-        assert reader.rows["w"].parts[name].stored_bytes <= packed_bytes(encoded.parts[name].numel(), bits)
+        assert reader.rows["w"].parts[name].stored_bytes <= bit_string_bytes(
+            encoded.parts[name].numel(), bits
+        )
     if not encoded.extra_zeros:  # else the paper may count a mask in the place of codes
         stored_bits = {name: 8 * part.stored_bytes for name, part in reader.rows["w"].parts.items()}
         assert sum(stored_bits.values()) <= sum(fixed_bits(encoded).values()) + 7 * len(encoded.bits)

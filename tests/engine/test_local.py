@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from factorpack.commands.engine_options import engine_of
+from factorpack.commands.engines import engine_of
 from factorpack.engine import Local, Task, memory, outcomes
 from factorpack.engine import local as local_engine
 from factorpack.errors import EngineError, PlanError, WeightError

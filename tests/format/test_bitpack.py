@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factorpack.errors import FormatError
-from factorpack.format.bitpack import pack, packed_bytes, unpack
+from factorpack.format.bitpack import bit_string_bytes, pack, unpack
 from tests.format.reference import unpack_bits
 
 WIDTHS = range(1, 17)
@@ -23,7 +23,7 @@ def packable(draw: st.DrawFn) -> tuple[np.ndarray, int]:
 def test_unpack_inverts_pack(case: tuple[np.ndarray, int]):
     values, width = case
     data = pack(values, width)
-    assert len(data) == packed_bytes(len(values), width) == -(-len(values) * width // 8)
+    assert len(data) == bit_string_bytes(len(values), width) == -(-len(values) * width // 8)
     assert unpack(data, len(values), width).tolist() == values.tolist()
 
 

@@ -224,8 +224,8 @@ def broken(name: str) -> Encoded:
         ("code too large", "codes 8 to 8 do not fit 4 bits"),
         ("nine dimensions", "expected at most 8"),
         ("unknown type", "unknown type 'uint16'"),
-        ("integer weight", r"torch.float32 values cannot stand for a torch.int8 tensor"),
-        ("complex to real", r"torch.complex64 values cannot stand for a torch.float32 tensor"),
+        ("integer weight", r"torch.float32 values cannot represent a torch.int8 tensor"),
+        ("complex to real", r"torch.complex64 values cannot represent a torch.float32 tensor"),
         ("too many zeros", "claims 273 extra zeros among 272 codes"),
         ("zeros of no code", "claims 1 extra zeros among 0 codes"),
         ("half a surrogate", "note is not text"),
@@ -242,9 +242,9 @@ def test_what_could_not_be_read_is_not_written(tmp_path: Path, name: str, messag
 
 @pytest.mark.parametrize("name", ["factorpack.small", "__metadata__"])
 def test_reserved_names_are_refused(tmp_path: Path, name: str):
-    with pytest.raises(SourceError, match="the file uses that name itself"):
+    with pytest.raises(SourceError, match="the file format uses that name"):
         write_packed(tmp_path / "file", {name: wide(1, 1)})
-    with pytest.raises(FormatError, match=f"a tensor is called '{name}'"):
+    with pytest.raises(FormatError, match=f"a tensor is named '{name}'"):
         write_packed(tmp_path / "file", {"a": wide(1, 1)}, {name: "a"})
 
 

@@ -87,7 +87,7 @@ def test_decode_inverts_encode_where_every_block_is_a_chunk(codes: np.ndarray, d
     split = data.draw(st.sampled_from([0, *(s for s in range(1, columns + 1) if columns % s == 0)]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "FEWEST", 1)
-        patch.setattr(entropy, "_DEARER", float("inf"))
+        patch.setattr(entropy, "_CHUNK_MARGIN", float("inf"))
         stream = entropy.encode(codes, split)
     has_chunks = bool(read_header(stream)[0].chunks)
     assert has_chunks == (len(np.unique(codes)) > 1)
@@ -99,9 +99,9 @@ def test_decode_inverts_encode_where_every_block_is_a_chunk(codes: np.ndarray, d
 def test_the_split_view_and_back(shape: tuple[int, int, int]):
     """(k, n) is read as (k, s, n/s), permuted to (s, n/s, k)."""
     matrix = np.arange(np.prod(shape)).astype(np.uint16).reshape(shape[0], -1)
-    view = entropy.viewed(matrix, shape[1])
+    view = entropy.to_view(matrix, shape[1])
     assert (view == matrix.reshape(shape).transpose(1, 2, 0).reshape(shape[1], -1)).all()
-    assert (entropy.unviewed(view, shape[1], shape[0]) == matrix).all()
+    assert (entropy.from_view(view, shape[1], shape[0]) == matrix).all()
 
 
 @given(st.integers(-32768, 32767), st.integers(1, 65536))
@@ -161,7 +161,7 @@ def test_large_blocks_are_chunks_where_they_are_hardly_longer(monkeypatch: pytes
     codes = large(1.5)
     with_chunks = entropy.encode(codes)
     assert read_header(with_chunks)[0].chunks
-    monkeypatch.setattr(entropy, "_DEARER", 0.0)
+    monkeypatch.setattr(entropy, "_CHUNK_MARGIN", 0.0)
     without = entropy.encode(codes)
     assert not read_header(without)[0].chunks
     assert len(without) < len(with_chunks) <= 1.005 * len(without)
@@ -217,7 +217,7 @@ def test_the_estimate_counts_chunks(deviation: float):
 
 def test_the_message_is_as_short_as_its_models_allow(monkeypatch: pytest.MonkeyPatch):
     """Within two words of the empirical entropy under one model, rounding of frequencies included."""
-    monkeypatch.setattr(entropy, "_DEARER", 0.0)
+    monkeypatch.setattr(entropy, "_CHUNK_MARGIN", 0.0)
     codes = np.random.default_rng(0).normal(size=(40, 1000)).astype(np.int8)
     share = np.unique(codes, return_counts=True)[1] / codes.size
     ideal = -codes.size * (share * np.log2(share)).sum()

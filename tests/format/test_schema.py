@@ -10,21 +10,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factorpack.decoding import PartSpec
 from factorpack.errors import FormatError
 from factorpack.format import schema as schemas
-from factorpack.format.bitpack import packed_bytes
+from factorpack.format.bitpack import bit_string_bytes
 from factorpack.format.schema import (
     RESERVED,
     PartRow,
     Schema,
     TensorRow,
+    count_filler,
     dump,
-    filler_for,
     largest_numel,
     parse,
 )
 from factorpack.format.streams import ANS, PACKED, RAW, raw_size
+from factorpack.kinds.base import PartSpec
 from factorpack.record import DTYPES, dtype_name
 
 FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
@@ -44,7 +44,7 @@ def raw_part(shape: tuple[int, ...], dtype: torch.dtype) -> PartRow:
 def code_parts(draw: st.DrawFn, shape: tuple[int, int], least_bits: int = 2) -> PartRow:
     bits = draw(st.integers(least_bits, 16))
     codec = draw(st.sampled_from([PACKED, ANS]))
-    size = packed_bytes(math.prod(shape), bits) if codec == PACKED else draw(st.integers(3, 40))
+    size = bit_string_bytes(math.prod(shape), bits) if codec == PACKED else draw(st.integers(3, 40))
     return PartRow(codec, PartSpec(shape, torch.int8 if bits <= 8 else torch.int16, bits), size)
 
 
@@ -132,7 +132,7 @@ def factor_rows(draw: st.DrawFn, name: str) -> TensorRow:
 def finished(draw: st.DrawFn, row: TensorRow) -> TensorRow:
     """The row with any checksum and note, and no less filler than it needs."""
     numel = largest_numel(row.shape, [part.spec for part in row.parts.values()])
-    filler = filler_for(numel, row.stored_bytes) + draw(st.integers(0, 2))
+    filler = count_filler(numel, row.stored_bytes) + draw(st.integers(0, 2))
     crc, note = draw(st.integers(0, 2**32 - 1)), draw(NAMES)
     return TensorRow(
         row.name,
@@ -199,7 +199,7 @@ def test_usual_values_take_no_room():
     [(0, 0, 0), (1, 0, 1), (1024, 0, 1), (1024, 1, 0), (1025, 1, 1), (1 << 20, 3, 1021)],
 )
 def test_filler_keeps_1024_numbers_a_byte(numel: int, stored: int, filler: int):
-    assert filler_for(numel, stored) == filler
+    assert count_filler(numel, stored) == filler
 
 
 def test_a_codebook_larger_than_its_weight_counts():

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from factorpack.decoding import PartSpec
 from factorpack.errors import FormatError
-from factorpack.format.bitpack import packed_bytes
+from factorpack.format.bitpack import bit_string_bytes
 from factorpack.format.streams import (
     ANS,
     PACKED,
@@ -21,6 +20,7 @@ from factorpack.format.streams import (
     raw_size,
     split_of,
 )
+from factorpack.kinds.base import PartSpec
 from factorpack.quantize.uniform import MAX_STORED_BITS, MIN_BITS, code_dtype, code_range
 from factorpack.record import DTYPES, Encoded
 from tests.helpers import assert_same_tensor, raw
@@ -46,7 +46,7 @@ def test_codes_come_back_and_never_outgrow_fixed_width(case: tuple[torch.Tensor,
     codes, bits = case
     codec, data = encode_part(codes, bits)
     assert codec in (PACKED, ANS)
-    assert len(data) <= packed_bytes(codes.numel(), bits)
+    assert len(data) <= bit_string_bytes(codes.numel(), bits)
     assert_same_tensor(decode_part(codec, data, PartSpec(tuple(codes.shape), code_dtype(bits), bits)), codes)
     assert encode_part(codes.clone(), bits) == (codec, data)
     assert abs(estimated_part_bytes(codes, bits) - len(data)) <= 16
@@ -58,7 +58,7 @@ def test_every_code_of_every_width(bits: int):
     codes = torch.arange(low, high + 1).to(code_dtype(bits)).reshape(1, -1)
     codec, data = encode_part(codes, bits)
     assert codec == PACKED
-    assert len(data) == packed_bytes(1 << bits, bits)
+    assert len(data) == bit_string_bytes(1 << bits, bits)
     assert_same_tensor(decode_part(codec, data, PartSpec((1, 1 << bits), code_dtype(bits), bits)), codes)
 
 

@@ -231,8 +231,8 @@ def write(path: Path) -> None:
         for name, encoded in tensors().items():
             # Chunks are for blocks far larger than any here.
             few = 1 if name == CHUNKED else chunks.FEWEST
-            dearer = 2.0 if name == CHUNKED else entropy._DEARER
-            with patch.object(chunks, "FEWEST", few), patch.object(entropy, "_DEARER", dearer):
+            margin = 2.0 if name == CHUNKED else entropy._CHUNK_MARGIN
+            with patch.object(chunks, "FEWEST", few), patch.object(entropy, "_CHUNK_MARGIN", margin):
                 writer.add(name, encoded)
         for alias, target in ALIASES.items():
             writer.alias(alias, target)

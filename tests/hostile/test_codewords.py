@@ -58,7 +58,7 @@ SCHEMAS: dict[str, tuple[dict[str, object], str]] = {
     ),
     "a flat codebook": (
         {"codebook": ["raw", "float16", [90], 180], "indices": ["packed", 3, [2, 40], BYTES]},
-        "a codebook of shape (90,) does not suit 2 stages of 360 numbers",
+        "a codebook of shape (90,) does not suit 2 stages of 360 elements",
     ),
     "no codewords": (
         {"codebook": ["raw", "float16", [0, 9], 0], "indices": ["packed", 3, [2, 40], BYTES]},
@@ -70,7 +70,7 @@ SCHEMAS: dict[str, tuple[dict[str, object], str]] = {
     ),
     "no stages": (
         {"codebook": BOOK, "indices": ["packed", 3, [0, 40], 0]},
-        "does not suit 0 stages of 360 numbers",
+        "does not suit 0 stages of 360 elements",
     ),
     "stages that do not divide": (
         {"codebook": ["raw", "float16", [9, 9], 162], "indices": ["packed", 3, [2, 40], BYTES]},
@@ -94,7 +94,7 @@ SCHEMAS: dict[str, tuple[dict[str, object], str]] = {
     ),
     "a bomb of stages": (
         {"codebook": BOOK, "indices": ["ans", 3, [1 << 40, 40], 5]},
-        "numbers in 185 bytes, allowed are 1024 a byte",
+        "elements in 185 bytes, allowed are 1024 per byte",
     ),
 }
 

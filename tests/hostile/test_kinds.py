@@ -90,7 +90,7 @@ SCHEMAS: dict[str, tuple[Tamper, str]] = {
     "a number without channels": (field("signs", "shape", []), "has no channels to quantize"),
     "an empty weight": (field("signs", "shape", [4, 0]), "has no channels to quantize"),
     "extra zeros": (field("ternary", "extra_zeros", 1), "claims 1 extra zeros among 0 codes"),
-    "an integer weight": (field("ternary", "dtype", "int8"), "cannot stand for a torch.int8 tensor"),
+    "an integer weight": (field("ternary", "dtype", "int8"), "cannot represent a torch.int8 tensor"),
     "scalar codes of one bit": (
         lambda found: found.row("signs").update(
             kind="scalar",
@@ -103,7 +103,7 @@ SCHEMAS: dict[str, tuple[Tamper, str]] = {
             shape=[1, 1 << 40],
             parts={"codes": ["ans", 2, [1, 1 << 40], 20], "levels": ["raw", "float16", [1, 3], 6]},
         ),
-        "claims 1099511627776 numbers in 26 bytes",
+        "claims 1099511627776 elements in 26 bytes",
     ),
     "spatial factors of a vector": (
         lambda found: found.row("spatial").update(shape=[120]),

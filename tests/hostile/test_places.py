@@ -123,7 +123,7 @@ def test_a_folder_of_someone_elses(
 ) -> None:
     """Simulated: permissions do not bind root, as whom tests often run."""
     monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)
-    with pytest.raises(SourceError, match="is read-only, for this user at least"):
+    with pytest.raises(SourceError, match="is read-only for this user"):
         compress(tmp_path / "out", checkpoint, engine)
 
 

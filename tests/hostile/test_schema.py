@@ -94,12 +94,12 @@ KINDS: Cases = {
     "complex as real": (
         field("complex", "dtype", "float32"),
         "complex",
-        "torch.complex64 values cannot stand for a torch.float32 tensor",
+        "torch.complex64 values cannot represent a torch.float32 tensor",
     ),
     "integer factors": (
         field("conv.weight", "dtype", "int8"),
         "conv.weight",
-        "cannot stand for a torch.int8",
+        "cannot represent a torch.int8",
     ),
     "note no text": (field("odd", "note", 1), "odd", "kind or note is not text"),
     "note of half a surrogate": (field("odd", "note", "\ud800"), "odd", "kind or note is not text"),
@@ -115,7 +115,7 @@ SIZES: Cases = {
     "2^47 numbers": (
         both(field("zeros", "shape", [2, 1 << 46]), part("zeros", "codes", (SHAPE, [2, 1 << 46]))),
         "zeros",
-        "claims 140737488355328 numbers in 12 bytes, allowed are 1024 a byte",
+        "claims 140737488355328 elements in 12 bytes, allowed are 1024 per byte",
     ),
     "2^47 kept numbers": (
         both(field("odd", "shape", [1 << 47]), part("odd", "values", (SHAPE, [1 << 47]))),
@@ -125,13 +125,13 @@ SIZES: Cases = {
     "one number too many for the filler": (
         both(field("zeros", "shape", [1, 12289]), part("zeros", "codes", (SHAPE, [1, 12289]))),
         "zeros",
-        "claims 12289 numbers in 12 bytes",
+        "claims 12289 elements in 12 bytes",
     ),
-    "a codebook bomb": (bomb, "conv.weight", "claims 34359738368 numbers in 8204 bytes"),
+    "a codebook bomb": (bomb, "conv.weight", "claims 34359738368 elements in 8204 bytes"),
     "more than 2^48": (
         field("odd", "shape", [1 << 25, 1 << 25]),
         "odd",
-        "has more than 2^48 numbers",
+        "has more than 2^48 elements",
     ),
     "an empty giant": (
         both(
@@ -139,7 +139,7 @@ SIZES: Cases = {
             part("empty", "values", (SHAPE, [0, 1 << 40, 1 << 40])),
         ),
         "empty",
-        "has more than 2^48 numbers",
+        "has more than 2^48 elements",
     ),
     "a dimension of 2^48 + 1": (
         field("odd", "shape", [(1 << 48) + 1]),
@@ -211,7 +211,7 @@ PARTS: Cases = {
     "a constant of another type": (
         part("floor", "value", (KIND, "bfloat16")),
         "floor",
-        "torch.bfloat16 values cannot stand for a torch.float16 tensor",
+        "torch.bfloat16 values cannot represent a torch.float16 tensor",
     ),
     "a constant of two values": (
         both(part("tracked", "value", (SHAPE, [2]), (BYTES, 16)), field("tracked", "shape", [2])),
@@ -232,7 +232,7 @@ PARTS: Cases = {
     "one value for too much": (
         field("floor", "shape", [1 << 30]),
         "floor",
-        "claims 1073741824 numbers in 7 bytes, allowed are 1024 a byte",
+        "claims 1073741824 elements in 7 bytes, allowed are 1024 per byte",
     ),
     "one scale in a row of two": (
         part("kernel.weight", "latent_scale", (SHAPE, [1, 2]), (BYTES, 4)),
@@ -292,7 +292,7 @@ PARTS: Cases = {
     "rank above tile": (
         part("up.weight", "codebook", (SHAPE, [3, 8])),
         "up.weight",
-        "a codebook of 3 x 8 does not suit a weight of 192 numbers",
+        "a codebook of 3 x 8 does not suit a weight of 192 elements",
     ),
     "rank 0": (
         part("up.weight", "codebook", (SHAPE, [8, 0]), (BYTES, 0)),
@@ -333,16 +333,16 @@ PARTS: Cases = {
 }
 
 NAMES: Cases = {
-    "a tensor twice": (twice, "fc.weight", "stands twice in the schema"),
+    "a tensor twice": (twice, "fc.weight", "appears twice in the schema"),
     "name of the shared entry": (
         renamed("steps", "factorpack.small"),
         "factorpack.small",
         "expected text other than",
     ),
     "name of the metadata": (renamed("steps", "__metadata__"), "__metadata__", "expected text other than"),
-    "name a number": (renamed("steps", 5), None, "a tensor is called 5"),
-    "name a list": (renamed("steps", ["steps"]), None, "a tensor is called ['steps']"),
-    "name of half a surrogate": (renamed("steps", "\udfff"), None, "a tensor is called '\\udfff'"),
+    "name a number": (renamed("steps", 5), None, "a tensor is named 5"),
+    "name a list": (renamed("steps", ["steps"]), None, "a tensor is named ['steps']"),
+    "name of half a surrogate": (renamed("steps", "\udfff"), None, "a tensor is named '\\udfff'"),
     "alias of nothing": (
         aliases(tied="none"),
         None,
@@ -357,7 +357,7 @@ NAMES: Cases = {
     "alias over the shared entry": (
         aliases(**{"factorpack.small": "mask"}),
         None,
-        "called 'factorpack.small'",
+        "named 'factorpack.small'",
     ),
     "aliases a list": (document("aliases", []), None, "its aliases not a table"),
     "tensors a table": (document("tensors", {}), None, "the schema's tensors are not a list"),
@@ -414,15 +414,15 @@ TEXTS: dict[str, tuple[Callable[[], bytes], str]] = {
     "not a number": (lambda: schema_json().replace(b'"shape":[7]', b'"shape":[NaN]'), "a dimension is nan"),
     "a key twice": (
         lambda: schema_json().replace(b'"kind":"keep"', b'"kind":"keep","kind":"keep"', 1),
-        "the key 'kind' stands twice",
+        "the key 'kind' appears twice",
     ),
     "a part twice": (
         lambda: schema_json().replace(b'"values":', b'"values":["raw","int8",[],1],"values":', 1),
-        "the key 'values' stands twice",
+        "the key 'values' appears twice",
     ),
     "an alias twice": (
         lambda: schema_json().replace(b'"aliases":{', b'"aliases":{"tied.weight":"mask",'),
-        "the key 'tied.weight' stands twice",
+        "the key 'tied.weight' appears twice",
     ),
     "a list": (lambda: b"[]", "the schema holds 'list'"),
     "null": (lambda: b"null", "the schema holds 'NoneType'"),

@@ -87,7 +87,7 @@ LATENTS: dict[str, tuple[Change, str]] = {
         constant(struct.pack("<BhHBB", 8 | 32, 32767, 1, 0, 0) + bytes(9)),
         "for codes 32767 to 32768",
     ),
-    "a split of nothing": (constant(stream(ONE, 8 | 64, split=bytes(4))), "and 0 parts"),
+    "a split of nothing": (constant(stream(ONE, 8 | 64, split=bytes(4))), "and a split of 0"),
     "a split that does not divide": (
         constant(stream(ONE, 8 | 64, split=struct.pack("<I", 3))),
         "34 columns cannot be split into 3 parts",
@@ -165,7 +165,7 @@ def lengthened(extra: bytes) -> Change:
 
 def beyond(data: bytes) -> bytes:
     """The last chunk all of symbol 200, where the last one is 18."""
-    wrong = chunks.chunk_of(np.full(5000, 200, np.uint8)) or b""
+    wrong = chunks.compress_block(np.full(5000, 200, np.uint8)) or b""
     whole = data[: len(data) - LENGTHS[-1]] + wrong
     return patched(FIRST_LENGTH + 12, struct.pack("<I", len(wrong)))(whole)
 
@@ -177,12 +177,12 @@ CHUNKS: dict[str, tuple[Change, str]] = {
     "a model too many": (patched(NAMES, b"\x1f"), "chunks of the models 11111, in binary, where there are 4"),
     "the highest model": (patched(NAMES + 7, b"\x80"), "in binary, where there are 4"),
     "longer than the stream": (patched(FIRST_LENGTH, b"\xff\xff\xff\xff"), "chunks of 4294967"),
-    "another version": (patched(CHUNKS_AT - 2, b"\xff\xff"), "the chunks are of another version"),
-    "differences": (patched(CHUNKS_AT, b"\x10"), "a chunk is not one of plain numbers"),
-    "multiples": (patched(CHUNKS_AT, b"\x01"), "a chunk is not one of plain numbers"),
+    "another version": (patched(CHUNKS_AT - 2, b"\xff\xff"), "the chunks have another version"),
+    "differences": (patched(CHUNKS_AT, b"\x10"), "a chunk does not hold plain values"),
+    "multiples": (patched(CHUNKS_AT, b"\x01"), "a chunk does not hold plain values"),
     "an empty chunk": (
         lambda old: patched(FIRST_LENGTH, bytes(4))(old[:CHUNKS_AT] + old[CHUNKS_AT + LENGTHS[0] :]),
-        "a chunk is not one of plain numbers",
+        "a chunk does not hold plain values",
     ),
     "a chunk cut": (
         lambda old: patched(FIRST_LENGTH + 12, struct.pack("<I", LENGTHS[-1] - 9))(old[:-9]),
@@ -229,7 +229,7 @@ def test_flipped_bits_of_chunks_are_refused_or_stay_within_the_alphabet():
 
 def message_for(codes: np.ndarray, other: bytes = MESSAGE) -> bytes:
     """The message the golden latent's own tables give to codes, and to the classes at a message's head."""
-    classes = entropy.pop(entropy.coder_of(other), 8, OWN_TABLES[0])
+    classes = entropy.pop(entropy.open_coder(other), 8, OWN_TABLES[0])
     order = entropy.code_order(-4, 8).tolist()
     symbols = np.array([[order.index(code) for code in row] for row in codes.tolist()])
     coder = constriction.stream.stack.AnsCoder()

@@ -47,12 +47,17 @@ ROWS: dict[str, tuple[str, str, object, str]] = {
     "true states": ("w", "trellis", True, "trellis is True"),
     "states of text": ("w", "trellis", "8", "trellis is '8'"),
     "negative states": ("w", "trellis", -8, "trellis is -8"),
-    "a path without states": ("w", "trellis", 0, "0 states, and ['codes'] coded along them, expected []"),
+    "a path without states": (
+        "w",
+        "trellis",
+        0,
+        "0 trellis states and ['codes'] coded as a path, expected []",
+    ),
     "states without a path": (
         "plain",
         "trellis",
         8,
-        "8 states, and [] coded along them, expected ['codes']",
+        "8 trellis states and [] coded as a path, expected ['codes']",
     ),
 }
 
@@ -73,13 +78,13 @@ def test_states_of_a_kept_tensor(blob: bytes, tmp_path: Path) -> None:
     values = ["raw", "float32", [40, 60], 9600]
     pieces.row("w").update(kind="keep", parts={"values": values}, trellis=8)
     pieces.streams["w"] = bytes(9600)
-    assert "8 states, and [] coded along them" in refused(tmp_path, pieces)
+    assert "8 trellis states and [] coded as a path" in refused(tmp_path, pieces)
 
 
 def test_a_codebook_that_is_a_path(blob: bytes, tmp_path: Path) -> None:
     pieces = take_apart(blob)
     pieces.row("f")["parts"]["codebook"][0] = "trellis"
-    assert "['codebook', 'latent'] coded along them, expected ['latent']" in refused(tmp_path, pieces)
+    assert "['codebook', 'latent'] coded as a path, expected ['latent']" in refused(tmp_path, pieces)
 
 
 def test_floats_that_are_a_path(blob: bytes, tmp_path: Path) -> None:

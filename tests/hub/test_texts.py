@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import factorpack as fp
 from factorpack.errors import SourceError
 from factorpack.hub.texts import line_batches, perplexity, spread, token_batches, windows
-from tests.commands.test_commands import printed, run
+from tests.commands.running import printed, run
 from tests.hub.conftest import bert, save_llama, save_tokenizer
 
 

@@ -1,4 +1,4 @@
-"""Weights in pieces: together they are the whole, whatever a piece's size."""
+"""Weights in slices: together they are the whole, whatever the size of a slice."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 import factorpack as fp
 from factorpack.decoding import decode, decode_into
 from factorpack.errors import FormatError
+from factorpack.kinds import KINDS
 from factorpack.kinds import slices as cutting
-from factorpack.kinds.slices import pieces
+from factorpack.kinds.slices import Slice
 from factorpack.record import Encoded
+from factorpack.tiles import Layout
 from factorpack.weight import Weight
 from tests.helpers import assert_close, assert_same_tensor, seeded
 from tests.runtime.layer_cases import METHODS
@@ -22,56 +24,57 @@ from tests.runtime.layer_cases import METHODS
 SHAPES = [(16, 8, 3, 3), (30, 24), (11, 7, 3), (40, 2, 1, 5)]
 
 
-def part_shapes(encoded: Encoded) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(part.shape) for name, part in encoded.parts.items()}
+def cut(encoded: Encoded) -> list[Slice]:
+    shapes = {name: tuple(part.shape) for name, part in encoded.parts.items()}
+    return KINDS[encoded.kind].cut(encoded.layout, shapes)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("numbers", [1, 70, 200])
-def test_a_weight_in_pieces_is_the_whole(
-    method: str, shape: tuple[int, ...], numbers: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("elements", [1, 70, 200])
+def test_a_weight_in_slices_is_the_whole(
+    method: str, shape: tuple[int, ...], elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cutting, "LEAST_NUMBERS", numbers)
-    monkeypatch.setattr(cutting, "MOST_NUMBERS", numbers)
+    monkeypatch.setattr(cutting, "LEAST_ELEMENTS", elements)
+    monkeypatch.setattr(cutting, "MOST_ELEMENTS", elements)
     encoded = METHODS[method].encode(Weight(seeded(*shape)))
     weight = torch.full(shape, torch.nan)
     decode_into(encoded, weight)
     assert_close(weight, decode(encoded))
-    found = pieces(encoded.kind, shape, 0, part_shapes(encoded))
+    found = cut(encoded)
     assert len(found) > 1
-    assert sum(math.prod(piece.shape) for piece in found) == math.prod(shape)
+    assert sum(math.prod(each.shape) for each in found) == math.prod(shape)
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 12), st.integers(1, 600))
-def test_pieces_are_no_larger_than_asked_for_or_than_one_tile(
-    rows: int, columns: int, tile: int, numbers: int
+def test_slices_are_no_larger_than_requested_or_than_one_tile(
+    rows: int, columns: int, tile: int, elements: int
 ) -> None:
     shape, tile = (rows, columns), min(tile, rows * columns)
     count = -(-rows * columns // tile)
     shapes = {"codebook": (tile, 1), "codebook_scale": (1, 1), "latent": (1, count), "latent_scale": (1, 1)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cutting, "LEAST_NUMBERS", numbers)
-        patch.setattr(cutting, "MOST_NUMBERS", numbers)
-        found = pieces("factors", shape, 0, shapes)
+        patch.setattr(cutting, "LEAST_ELEMENTS", elements)
+        patch.setattr(cutting, "MOST_ELEMENTS", elements)
+        found = KINDS["factors"].cut(Layout(shape), shapes)
     filled = torch.zeros(shape, dtype=torch.int64)
-    for piece in found:
-        assert math.prod(piece.shape) <= max(numbers, max(tile, count))
-        piece.place.of(filled.view(piece.seen_as)).add_(1)
+    for each in found:
+        assert math.prod(each.shape) <= max(elements, max(tile, count))
+        each.place.of(filled.view(each.view_shape)).add_(1)
     assert bool((filled == 1).all())
 
 
-def test_large_weights_are_cut_and_answer_alike() -> None:
+def test_large_weights_are_cut_and_decode_to_the_same() -> None:
     for method in (fp.SecondOrder(step=0.2, tile=9), fp.methods.SVD(rank=4), fp.Scalar(5)):
         encoded = method.encode(Weight(seeded(256, 64, 3, 3)))
-        assert len(pieces(encoded.kind, encoded.shape, 0, part_shapes(encoded))) > 1
+        assert len(cut(encoded)) > 1
         weight = torch.empty(encoded.shape)
         decode_into(encoded, weight)
         assert_close(weight, decode(encoded))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_pieces_take_the_type_of_what_they_fill(dtype: torch.dtype) -> None:
+def test_slices_take_the_type_of_what_they_fill(dtype: torch.dtype) -> None:
     encoded = fp.Scalar(5).encode(Weight(seeded(300, 300)))
     weight = torch.empty(encoded.shape, dtype=dtype)
     decode_into(encoded, weight)
@@ -91,7 +94,7 @@ def test_kept_and_constant_tensors_fill_theirs(shape: tuple[int, ...]) -> None:
 
 def test_transposed_convolutions_come_whole() -> None:
     encoded = fp.QSPCA(4, 3, tile=8).encode(Weight(seeded(8, 3, 3, 3), 2))
-    assert pieces(encoded.kind, encoded.shape, 2, part_shapes(encoded)) == []
+    assert cut(encoded) == []
     weight = torch.empty(encoded.shape)
     decode_into(encoded, weight)
     assert_same_tensor(weight, decode(encoded))
@@ -104,20 +107,3 @@ def test_an_index_beyond_its_table_is_refused_before_anything_is_written() -> No
     with pytest.raises(FormatError, match="indices"):
         decode_into(encoded, weight)
     assert not weight.any()
-
-
-@pytest.mark.parametrize("scale", [torch.float16, torch.float32])
-@pytest.mark.parametrize("count", [6, 7])
-def test_narrow_tiles_are_the_product_of_their_factors(scale: torch.dtype, count: int) -> None:
-    """Two at a time where they are even and their scales FP16, one by one elsewhere; with a mean and without."""
-    generator = torch.Generator().manual_seed(count)
-    codebook = torch.randint(-50, 50, (9, 5), generator=generator, dtype=torch.int8)
-    latent = torch.randint(-50, 50, (5, count), generator=generator, dtype=torch.int8)
-    one = torch.full((1, 1), 0.25, dtype=scale)
-    parts = {"codebook": codebook, "codebook_scale": one, "latent": latent, "latent_scale": one}
-    expected = (codebook.double() @ latent.double() / 16).T.reshape(count, 9)
-    plain = Encoded("factors", (count, 9), torch.float32, parts, {"codebook": 8, "latent": 8})
-    assert_same_tensor(decode(plain), expected.float())  # sums of quarters are exact
-    mean = torch.arange(9.0)[:, None]
-    centred = Encoded("factors", (count, 9), torch.float32, {**parts, "mean": mean}, plain.bits)
-    assert_same_tensor(decode(centred), (expected + mean.T).float())

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factorpack.decoding import check, codeword_indices, decode, specs
+from factorpack.decoding import check, decode, specs
 from factorpack.errors import PlanError
 from factorpack.format.streams import estimated_part_bytes
+from factorpack.kinds.codewords import codeword_indices
 from factorpack.methods import AQ, BGD, METHODS, PQF, VQ, Method, from_fields
 from factorpack.methods.codeword_tiles import Tiles, cut, tile_of
 from factorpack.quantize.uniform import storable_values
@@ -69,7 +70,7 @@ def test_what_is_encoded_decodes_to_the_codewords_it_was_given(
     indices = torch.randint(count, (stages, number), generator=generator)
     tiles = Tiles(Weight(torch.zeros(number, size)), "", points, 1.0, count)
     encoded = tiles.encoded(books, indices)
-    check(encoded.kind, encoded.shape, encoded.dtype, 0, specs(encoded))
+    check(encoded.kind, encoded.layout, encoded.dtype, specs(encoded))
     expected = sum(book[index].float() for book, index in zip(books, indices, strict=True))
     assert_same_tensor(decode(encoded), expected + 0.0)
 

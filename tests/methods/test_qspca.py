@@ -15,7 +15,7 @@ from factorpack.errors import PlanError
 from factorpack.methods import QSPCA
 from factorpack.quantize.uniform import from_codes
 from factorpack.record import Encoded
-from factorpack.tiles import tile_count, to_tiles
+from factorpack.tiles import tile_count
 from factorpack.weight import Weight
 from tests.helpers import assert_close, relative_error, seeded, shared_weights, tolerance
 
@@ -23,7 +23,7 @@ WEIGHT = seeded(64, 8, 3, 3)  # 4608 numbers: 288 tiles of 16
 
 
 def centred(weight: Tensor, tile: int) -> Tensor:
-    matrix = to_tiles(weight.double(), tile)
+    matrix = Weight(weight.double()).tiles(tile)
     return matrix - matrix.mean(1, keepdim=True)
 
 
@@ -78,7 +78,7 @@ def test_full_rank_leaves_only_the_rounding_of_the_latent(bits: int) -> None:
         encoded.parts["latent_scale"], latent.shape[1]
     )
     assert (decode(encoded).double() - weight.double()).norm().item() <= allowed
-    exact = torch.linalg.solve(codebook, to_tiles(weight.double(), 16) - encoded.parts["mean"].double())
+    exact = torch.linalg.solve(codebook, Weight(weight.double()).tiles(16) - encoded.parts["mean"].double())
     step = encoded.parts["latent_scale"].double()
     assert ((latent - exact).abs() <= step * (0.5 + tolerance(torch.float16) * 2 ** (bits - 1))).all()
 
@@ -151,12 +151,12 @@ def test_columns_of_very_different_size_want_column_scales() -> None:
 def test_the_mean_is_each_rows_mean_over_all_tiles() -> None:
     encoded = QSPCA(4, 4, tile=16).encode(Weight(WEIGHT))
     assert encoded.parts["mean"].dtype == torch.float32
-    assert_close(encoded.parts["mean"], to_tiles(WEIGHT.double(), 16).mean(1, keepdim=True))
+    assert_close(encoded.parts["mean"], Weight(WEIGHT.double()).tiles(16).mean(1, keepdim=True))
 
 
 def test_centring_takes_a_shared_tile_out_exactly() -> None:
     shared = seeded(16, 1).repeat(1, 288) * 100
-    weight = (to_tiles(WEIGHT, 16) + shared).T.reshape(WEIGHT.shape)
+    weight = (Weight(WEIGHT).tiles(16) + shared).T.reshape(WEIGHT.shape)
     centred_too = QSPCA(4, 4, tile=16).encode(Weight(weight))
     plain = QSPCA(4, 4, tile=16, center=False).encode(Weight(weight))
     assert "mean" not in plain.parts

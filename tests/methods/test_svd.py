@@ -16,7 +16,6 @@ from factorpack.format.streams import split_of
 from factorpack.methods import METHODS, SVD, Keep, Method, SpatialSVD
 from factorpack.packed import Packed
 from factorpack.size import fixed_bits, words
-from factorpack.tiles import to_spatial
 from factorpack.tune.trainable import TrainableFactors
 from factorpack.tune.trim import without_dead_rows
 from factorpack.weight import Weight
@@ -27,7 +26,7 @@ each_class = pytest.mark.parametrize("cls", [SVD, SpatialSVD])
 
 
 def matrix_of(cls: type[SVD] | type[SpatialSVD], weight: torch.Tensor) -> torch.Tensor:
-    return weight.flatten(1).T if cls is SVD else to_spatial(weight)
+    return weight.flatten(1).T if cls is SVD else Weight(weight).spatial()
 
 
 @each_class

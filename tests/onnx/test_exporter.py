@@ -17,7 +17,7 @@ from factorpack.methods import Method
 from factorpack.onnx import exporter as exporting
 from factorpack.onnx import proto as writing
 from factorpack.record import Encoded
-from tests.commands.test_finetune import failure, ok
+from tests.commands.running import failure, ok
 from tests.helpers import seeded
 from tests.onnx.graphs import FOLDED, PLAIN, run
 

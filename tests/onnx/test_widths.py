@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from factorpack.onnx.sketch import Sketch
 from factorpack.onnx.widths import code_widths, split
+from factorpack.quantize.uniform import code_width
 from factorpack.record import Encoded
-from factorpack.size import code_width
 from tests.helpers import seeded
 
 

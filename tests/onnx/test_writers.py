@@ -11,7 +11,8 @@ pytest.importorskip("onnxruntime")
 from onnx import TensorProto, checker, helper
 
 from factorpack.budget.norms import constant
-from factorpack.decoding import DECODERS, decode
+from factorpack.decoding import decode
+from factorpack.kinds import KINDS
 from factorpack.methods import QSPCA, SVD, TTQ, VQ, Keep, Scalar, SpatialSVD
 from factorpack.onnx.proto import _nodes, _tensors
 from factorpack.onnx.sketch import TYPES, Sketch, Type
@@ -45,7 +46,7 @@ def rebuilt(encoded: Encoded, optimised: bool = PLAIN, opset: int = 21) -> torch
 
 
 def test_every_kind_has_a_writer() -> None:
-    assert list(WRITERS) == list(DECODERS)
+    assert list(WRITERS) == list(KINDS)
 
 
 def test_types_have_the_numbers_of_onnx() -> None:

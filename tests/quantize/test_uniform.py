@@ -16,6 +16,7 @@ from factorpack.quantize.uniform import (
     Clip,
     check_bits,
     code_range,
+    code_width,
     fit_scale,
     from_codes,
     minmax_scale,
@@ -241,3 +242,8 @@ def test_wide_codes_are_int16_and_reach_both_ends(bits: int) -> None:
     codes = to_codes(rows, torch.ones(1, 1), bits)
     assert codes.dtype == torch.int16
     assert codes.tolist() == [[0, low, high, 3]]
+
+
+@pytest.mark.parametrize(("low", "high", "bits"), [(-1, 0, 1), (-2, 1, 2), (0, 1, 2), (-3, 1, 3), (5, 9, 5)])
+def test_the_width_codes_need(low: int, high: int, bits: int) -> None:
+    assert code_width(low, high) == bits

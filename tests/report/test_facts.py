@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import factorpack as fp
 from factorpack import size
 from factorpack.budget.curves import Curve
-from factorpack.budget.norms import FOLDED
+from factorpack.budget.norms import small_leftovers
 from factorpack.comparison.grid import weight_error
-from factorpack.decoding import DECODERS, decode
+from factorpack.decoding import decode
+from factorpack.kinds import KINDS
 from factorpack.report.differences import BIN_WIDTH, BINS, error_histogram
-from factorpack.report.facts import ITEMS, KINDS, Facts, gather
+from factorpack.report.facts import ITEMS, Facts, gather
 from factorpack.report.name_groups import groups_of
 from tests.helpers import seeded, write_packed
 
@@ -41,7 +43,8 @@ def facts(packed: fp.Packed) -> Facts:
 
 
 def test_every_kind_and_stream_has_words() -> None:
-    assert set(KINDS) == set(DECODERS)
+    assert all(kind.title for kind in KINDS.values())
+    assert {item for kind in KINDS.values() for item in kind.items.values()} <= set(ITEMS)
     assert set(ITEMS) == set(size.ITEMS)
 
 
@@ -94,16 +97,20 @@ def test_what_does_not_fit_the_original_is_a_problem_and_no_number(packed: fp.Pa
     assert "the original" in fc.problem
 
 
-def test_a_folded_norm_is_no_problem_and_a_weight_that_says_so_is(tmp_path: Path) -> None:
-    """The note is the file's own word: it excuses no code, and hides no number."""
-    original = {"norm.weight": seeded(8), "fc.weight": seeded(16, 16)}
-    half = {"norm.weight": fp.Keep("float16")}
-    other = fp.compress({name: -3 * tensor for name, tensor in original.items()}, fp.Scalar(8), layers=half)
-    noted = {name: encoded.noted(FOLDED) for name, encoded in other.items()}
-    write_packed(tmp_path / "folded.safetensors", noted)
-    norm, weight = gather(fp.load(tmp_path / "folded.safetensors"), original).tensors
-    assert (norm.kind, norm.problem, weight.problem) == ("keep", "", "unrelated to the original")
-    assert weight.error == pytest.approx(4.0, rel=0.02)
+def test_a_folded_norm_is_no_problem_and_a_tensor_that_says_so_is(tmp_path: Path) -> None:
+    """A note is for people: whether a norm is folded is read off its tensors."""
+    net = nn.Sequential(nn.BatchNorm2d(8), nn.BatchNorm2d(8)).eval()
+    for norm, deviation in zip(net, (0.01, 1.0), strict=True):
+        norm.bias.data.copy_(seeded(8, seed=1))
+        norm.running_mean.copy_(seeded(8))
+        norm.running_var.fill_(deviation**2)
+    folded = small_leftovers(fp.compress(net, fp.Keep(), progress=False), net)
+    other = fp.compress({"fc.bias": -3 * seeded(8)}, fp.Keep(), progress=False)["fc.bias"]
+    original = {**net.state_dict(), "fc.bias": seeded(8)}
+    write_packed(tmp_path / "folded.safetensors", folded | {"fc.bias": other.noted("folded batch norm")})
+    facts = {each.name: each for each in gather(fp.load(tmp_path / "folded.safetensors"), original).tensors}
+    assert facts["0.weight"].error == pytest.approx(1 / math.sqrt(0.01**2 + 1e-5) - 1, rel=1e-3)
+    assert {name for name, each in facts.items() if each.problem} == {"fc.bias"}
 
 
 def test_a_report_needs_a_file() -> None:
@@ -190,7 +197,7 @@ class TestCurves:
         ],
     )
     def test_that_is_none(self, packed: fp.Packed, curve: Curve) -> None:
-        with pytest.raises(fp.PlanError, match="expected as many numbers"):
+        with pytest.raises(fp.PlanError, match="expected the same count of finite numbers"):
             gather(packed, curves={"body.0.weight": curve})
 
 

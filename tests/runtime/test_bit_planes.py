@@ -10,8 +10,8 @@ from torch import Tensor
 
 from factorpack.quantize.uniform import code_dtype, code_range
 from factorpack.runtime.bit_planes import (
+    bit_plane_bytes,
     pack_codes,
-    packed_bytes,
     planes,
     unpack_at,
     unpack_codes,
@@ -32,7 +32,7 @@ def test_unpacking_is_the_inverse_of_packing(bits: int, count: int, seed: int) -
     codes = random_codes(bits, count, seed)
     packed = pack_codes(codes, bits)
     assert packed.dtype == torch.uint8
-    assert len(packed) == packed_bytes(count, bits)
+    assert len(packed) == bit_plane_bytes(count, bits)
     assert_same_tensor(unpack_reference(packed, bits, count), codes)
     assert_same_tensor(unpack_codes(packed, bits, count), codes)
 
@@ -49,7 +49,7 @@ def test_every_code_of_a_width_comes_back_and_takes_its_width(bits: int) -> None
 @given(st.integers(1, 16), st.integers(1, 10_000))
 def test_a_plane_wastes_less_than_a_byte(bits: int, count: int) -> None:
     assert sum(planes(bits)) == bits
-    assert 0 <= 8 * packed_bytes(count, bits) - bits * count < 8 * len(planes(bits))
+    assert 0 <= 8 * bit_plane_bytes(count, bits) - bits * count < 8 * len(planes(bits))
 
 
 @pytest.mark.parametrize("bits", [3, 8, 11])

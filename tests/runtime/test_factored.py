@@ -42,7 +42,7 @@ def random_factors(
     if mean:
         parts["mean"] = seeded(tile, 1, seed=3)
     encoded = Encoded("factors", shape, torch.float32, parts, {"codebook": 4, "latent": bits})
-    check("factors", shape, torch.float32, 0, specs(encoded))
+    check("factors", encoded.layout, torch.float32, specs(encoded))
     return encoded
 
 

@@ -77,10 +77,10 @@ def test_few_rows_are_unpacked_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_rows_of_other_codes_are_refused_before_a_kernel_reads_them() -> None:
     packed = pack_rows(random_codes(4, 9, 40), 4)
     with pytest.raises(
-        fp.WeightError, match=r"shape \(9, 32\) for rows of 70 codes of 4 bits, which are 64 bytes"
+        fp.WeightError, match=r"shape \(9, 32\) for rows of 70 codes of 4 bits, expected 64 bytes per row"
     ):
         multiply_codes(seeded(1, 70), packed, 4, None)
-    with pytest.raises(fp.WeightError, match="codes of 5 bits, rows are of 2, 3, 4, 8"):
+    with pytest.raises(fp.WeightError, match="codes of 5 bits, rows can have 2, 3, 4, 8"):
         unpack_rows(packed, 5, 40)
     with pytest.raises(fp.WeightError, match=r"scales of shape \(3,\) for 9 rows"):
         multiply_codes(seeded(1, 40), packed, 4, seeded(3))

@@ -16,9 +16,10 @@ from benchmarks.measure import allocated_bytes
 from factorpack.batches import device_of
 from factorpack.decoding import decode
 from factorpack.errors import FormatError
-from factorpack.runtime.bit_planes import packed_bytes
+from factorpack.kinds import KINDS
+from factorpack.runtime.bit_planes import bit_plane_bytes
 from factorpack.runtime.packed_layers import PackedLayer, PackedLinear
-from factorpack.runtime.packed_weight import CODED, PackedWeight
+from factorpack.runtime.packed_weight import PackedWeight
 from factorpack.weight import Weight
 from tests.helpers import assert_close, assert_same_tensor, seeded
 from tests.runtime.layer_cases import LAYERS, METHODS, both, compress
@@ -45,13 +46,13 @@ def test_a_weight_comes_back_as_it_was_encoded(method: str) -> None:
     for name, part in encoded.parts.items():
         assert_same_tensor(weight.part(name).contiguous(), part)
     assert_close(weight(), decode(encoded))
-    assert encoded.kind in CODED
+    assert KINDS[encoded.kind].is_coded
 
 
 def test_bytes_in_memory_are_those_of_the_codes_and_the_rest() -> None:
     encoded = fp.QSPCA(8, 3, tile=16).encode(Weight(seeded(64, 32)))
     weight = PackedWeight(encoded, torch.empty(0))
-    codes = sum(packed_bytes(encoded.parts[name].numel(), bits) for name, bits in encoded.bits.items())
+    codes = sum(bit_plane_bytes(encoded.parts[name].numel(), bits) for name, bits in encoded.bits.items())
     others = sum(part.nbytes for name, part in encoded.parts.items() if name not in encoded.bits)
     assert sum(buffer.nbytes for buffer in weight.buffers()) == codes + others
     model = nn.Sequential(nn.Linear(32, 64))

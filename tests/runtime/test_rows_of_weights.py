@@ -1,4 +1,4 @@
-"""Weights whose codes lie in rows: rebuilt whole, in pieces and row by row, they are the decoded weight."""
+"""Weights whose codes lie in rows: rebuilt whole, in slices and row by row, they are the decoded weight."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 import factorpack as fp
 from factorpack.decoding import decode
-from factorpack.kinds.slices import pieces
+from factorpack.kinds import KINDS
 from factorpack.runtime.packed_weight import PackedWeight
 from factorpack.weight import Weight
 
@@ -28,16 +28,16 @@ def packed_weight(
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_in_pieces(method: fp.Method) -> None:
+def test_in_slices(method: fp.Method) -> None:
     packed, weight = packed_weight(method)
-    assert len(pieces(packed.kind, packed.shape, 0, packed.part_shapes)) > 1
+    assert len(KINDS[packed.kind].cut(packed.layout, packed.part_shapes)) > 1
     torch.testing.assert_close(packed(), weight)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_in_pieces_that_begin_within_a_row(bits: int) -> None:
+def test_in_slices_that_begin_within_a_row(bits: int) -> None:
     packed, weight = packed_weight(fp.QSPCA(rank=32, tile=64, latent_bits=bits), columns=17 * 64)
-    starts = [piece.place.start for piece in pieces(packed.kind, packed.shape, 0, packed.part_shapes)]
+    starts = [each.place.start for each in KINDS[packed.kind].cut(packed.layout, packed.part_shapes)]
     assert any(start % (17 * 64) for start in starts)
     torch.testing.assert_close(packed(), weight)
 

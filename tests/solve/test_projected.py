@@ -19,7 +19,7 @@ from factorpack.quantize.uniform import fit_scale, minmax_scale, to_codes
 from factorpack.record import Encoded, LayerSample
 from factorpack.solve.factor import principal_basis
 from factorpack.solve.projected import FactorProblem, ProjectedGradient, output_error
-from factorpack.tiles import from_tiles, to_tiles
+from factorpack.tiles import Layout
 from factorpack.weight import Weight
 from tests.helpers import assert_close, assert_same_encoded, seeded
 
@@ -46,7 +46,7 @@ LAYERS = {
 def build(layer: Layer, per: str = "row", kept: float = 0.5) -> tuple[FactorProblem, LayerSample]:
     """Algorithm 1's start for a random layer in float64: tile 12, rank 6, 4 and 3 bits, centred."""
     weight = seeded(*layer.shape, dtype=torch.float64)
-    tiles = to_tiles(weight, 12)
+    tiles = Weight(weight).tiles(12)
     mean = tiles.mean(1, keepdim=True)
     codebook = principal_basis(tiles - mean, 6)
     latent = codebook.T @ (tiles - mean)
@@ -64,7 +64,7 @@ def build(layer: Layer, per: str = "row", kept: float = 0.5) -> tuple[FactorProb
         codebook_bits=4,
         latent_bits=3,
         kept=round(kept * latent.numel()),
-        to_weight=lambda product: from_tiles(product + mean, layer.shape),
+        to_weight=lambda product: Layout(layer.shape).from_tiles(product + mean),
     )
     return problem, sample
 
@@ -324,7 +324,7 @@ def test_sparsity_counts_on_top_of_accidental_zeros(sparsity: float, per: str) -
         method = QSPCA(6, 3, sparsity, tile=16, latent_scales=per, solver=ProjectedGradient(steps))  # type: ignore[arg-type]
         return method.encode(Weight(weight, inputs=sample))
 
-    tiles = to_tiles(weight, 16)
+    tiles = Weight(weight).tiles(16)
     tiles = tiles - tiles.mean(1, keepdim=True, dtype=torch.float64).float()
     latent = principal_basis(tiles, 6).T @ tiles
     scale = fit_scale(latent, 3) if per == "row" else fit_scale(latent.T, 3).T
@@ -384,14 +384,21 @@ class Unquantized(FactorProblem):
 def test_pca_without_quantizers_the_start_is_optimal(rank: int) -> None:
     """Eckart-Young: on white inputs the start loses the discarded energy, and no step loses less."""
     weight = seeded(24, 16, dtype=torch.float64)
-    tiles = to_tiles(weight, 12)  # (12, 32)
+    tiles = Weight(weight).tiles(12)  # (12, 32)
     tiles = tiles - tiles.mean(1, keepdim=True)
-    mean = to_tiles(weight, 12) - tiles
+    mean = Weight(weight).tiles(12) - tiles
     basis = principal_basis(tiles, rank)
     bound = torch.linalg.svdvals(tiles)[rank:].square().sum()
     one = torch.ones(1, 1, dtype=torch.float64)
     problem = Unquantized(
-        basis, basis.T @ tiles, one, one, 8, 8, basis.shape[1] * 32, lambda p: from_tiles(p + mean, (24, 16))
+        basis,
+        basis.T @ tiles,
+        one,
+        one,
+        8,
+        8,
+        basis.shape[1] * 32,
+        lambda p: Layout((24, 16)).from_tiles(p + mean),
     )
     # An orthonormal basis as the inputs of a linear layer: the outputs' error is the weight's.
     inputs = torch.linalg.qr(seeded(16, 16, dtype=torch.float64, seed=1)).Q
@@ -443,10 +450,10 @@ def test_tiles_of_a_filter_row_are_the_spatial_svd(rank: int) -> None:
     outs, ins, high, wide = 6, 4, 3, 5
     weight = seeded(outs, ins, high, wide, dtype=torch.float64)
     rows_first = weight.permute(0, 2, 1, 3)  # (out, h, in, w): a column of the matrix is one filter row
-    tiles = to_tiles(rows_first, ins * wide)
+    tiles = Weight(rows_first).tiles(ins * wide)
     codebook = principal_basis(tiles, rank)
     latent = codebook.T @ tiles
-    found = from_tiles(codebook @ latent, tuple(rows_first.shape)).permute(0, 2, 1, 3)
+    found = Layout(tuple(rows_first.shape)).from_tiles(codebook @ latent).permute(0, 2, 1, 3)
     spatial = weight.permute(1, 3, 0, 2).reshape(ins * wide, outs * high)
     left, values, right = torch.linalg.svd(spatial, full_matrices=False)
     assert_close((found - weight).square().sum(), values[rank:].square().sum())

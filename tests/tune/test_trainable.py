@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import factorpack as fp
 from factorpack import methods
-from factorpack.decoding import codeword_indices, decode
+from factorpack.decoding import decode
 from factorpack.errors import PlanError
+from factorpack.kinds.codewords import codeword_indices
 from factorpack.quantize.uniform import code_range, from_codes
 from factorpack.record import Encoded
-from factorpack.tiles import to_tiles
 from factorpack.tune.packed_model import PackedModel
 from factorpack.tune.trainable import (
     TRAINABLE,
@@ -221,7 +221,7 @@ def test_a_codeword_s_gradient_is_the_sum_of_its_tiles(case: str) -> None:
     trainable().backward(arriving)
     indices = codeword_indices(encoded)
     tile = encoded.parts["codebook"].shape[1]
-    tiles = to_tiles(arriving, tile, encoded.transposed_groups).T
+    tiles = encoded.layout.to_tiles(arriving, tile).T
     expected = torch.zeros(len(encoded.parts["codebook"]), tile)
     for stage in indices.tolist():
         for index, gradient in zip(stage, tiles, strict=True):

@@ -42,7 +42,7 @@ TRELLIS_PRICES = (0.07, 0.085, 0.1, HIGH_RATE, 0.13)
 """What a bit is worth, in squares of twice the fine step: the distance between two indices of a quantizer."""
 
 
-@patch.object(entropy, "_DEARER", 0.0)
+@patch.object(entropy, "_CHUNK_MARGIN", 0.0)
 def run(model: str, bits: float, step: float, states: list[int]) -> dict[str, Any]:
     """Curves around a step, in standard deviations, compared at the error where rounding by rate takes `bits`."""
     brute_force = {str(count): check_against_brute_force(count) for count in states}

@@ -40,7 +40,7 @@ def _context_savings(weight: Weight, codes: NDArray[np.float32]) -> dict[str, fl
     name = "latent" if "latent" in encoded.parts else "codes"
     split, tile = split_of(encoded, name), weight.tile
     matrix = encoded.parts[name].numpy()
-    low, order, symbols = entropy.numbered(matrix)
+    low, order, symbols = entropy.to_symbols(matrix)
     plan, total_bits, bits = entropy._best(symbols, len(order), split)
     model = plan.classing.rows[:, None] + plan.classing.columns
     if tile > 1:  # back from the view, (s, n/s * k), or from the tiles, (k, n), to channels

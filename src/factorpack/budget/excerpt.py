@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from factorpack.methods import Method
-from factorpack.methods.base import EXCERPT_VALUES
+from factorpack.methods.method import EXCERPT_VALUES
 from factorpack.record import Encoded
 from factorpack.source import Source
 from factorpack.weight import Weight

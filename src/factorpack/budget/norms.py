@@ -16,8 +16,6 @@ from factorpack.record import Encoded, LayerMoments
 from factorpack.weight import Weight
 
 NORMS = nn.modules.batchnorm._BatchNorm
-FOLDED = "folded batch norm"
-"""The note of a folded norm's tensors, for people."""
 LARGEST_CORRECTION = 4.0
 """A variance is corrected by this factor at most."""
 _NORM_PARTS = ("weight", "bias", "running_mean", "running_var")
@@ -142,7 +140,20 @@ def _folded(
         "running_mean": constant(mean, 0.0),
         "running_var": constant(variance, 1.0 - eps),
     }
-    return {prefix + part: encoded.noted(FOLDED) for part, encoded in named.items()}
+    return {prefix + part: encoded.noted("folded batch norm") for part, encoded in named.items()}
+
+
+def folded_norms(tensors: Mapping[str, Encoded]) -> set[str]:
+    """Names of the tensors of folded norms: those whose running mean is 0 everywhere, the variance one value."""
+    prefixes = [name.removesuffix("running_mean") for name in tensors if name.endswith("running_mean")]
+    return {
+        prefix + part
+        for prefix in prefixes
+        for part in _NORM_PARTS
+        if all(prefix + each in tensors for each in _NORM_PARTS)
+        and all(tensors[prefix + each].kind == "constant" for each in _NORM_PARTS[2:])
+        and not tensors[f"{prefix}running_mean"].parts["value"].any()
+    }
 
 
 def shrink(value: Tensor) -> Encoded:

@@ -15,7 +15,7 @@ from factorpack.budget.meet import AIM
 from factorpack.budget.planner import BudgetRequest, Planner
 from factorpack.budget.tensors import Tensors, split_tensors
 from factorpack.errors import PlanError, while_compressing
-from factorpack.format.container import head_bytes, stored
+from factorpack.format.container import file_header, stored
 from factorpack.format.packed_file import file_bytes
 from factorpack.format.schema import TensorRow
 from factorpack.methods import Method, Scalar
@@ -144,7 +144,7 @@ def _preview(source: Source, estimates: Mapping[str, _Estimate], recipe: str) ->
     dense = sum(entry.numel * entry.dtype.itemsize for entry in entries)
     return Preview(
         tensors,
-        len(head_bytes(rows, source.aliases)),
+        len(file_header(rows, source.aliases)),
         original_bytes(source),
         int(max((estimate.peak_bytes for estimate in estimates.values()), default=0)),
         int(dense + LOAD_FACTOR * largest),

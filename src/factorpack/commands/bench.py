@@ -1,9 +1,7 @@
-"""`factorpack bench`: what each way of running a packed file costs beside the FP32 model, on this machine."""
+"""`factorpack bench`: what each way of running a packed file costs compared with the FP32 model."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,11 +11,11 @@ from typing import Annotated, Any, cast
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from factorpack.commands.finetune import Json, Model
+from factorpack.commands.console import print_json, print_table
+from factorpack.commands.options import Json, Model, PackedFile
 from factorpack.errors import PlanError
 from factorpack.packed import load
 from factorpack.report.text import human_bytes
@@ -27,7 +25,6 @@ from factorpack.source import model_from
 from factorpack.tune.models import device
 
 ORIGINAL, TWIN = "original", "original again"
-console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +55,8 @@ def measure_modes(
 ) -> list[Row]:
     """Every mode on every batch, in turns with the model as `make` gives it.
 
-    With `twin` there is a second such model, whose ratio says what ratios near 1 are worth. `clock` is
-    that of latencies and load times.
+    With `twin` there is a second such model, whose ratio says how far ratios near 1 can be trusted.
+    Latencies and load times are taken with `clock`.
     """
     rows = []
     for batch in inputs:
@@ -88,20 +85,26 @@ def measure_modes(
 
 
 def bench(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A packed file.", show_default=False)],
+    file: PackedFile,
     model: Model,
-    batch: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "1,16",
-    shape: Annotated[str, typer.Option(help="Shape of one input, with commas.")] = "3,224,224",
-    modes: Annotated[str, typer.Option(help=f"Some of {', '.join(MODES)}, with commas.")] = ",".join(MODES),
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,16",
+    shape: Annotated[str, typer.Option(help="Shape of one input, separated by commas.")] = "3,224,224",
+    modes: Annotated[str, typer.Option(help=f"Some of {', '.join(MODES)}, separated by commas.")] = ",".join(
+        MODES
+    ),
     slack: Annotated[
-        float, typer.Option(help="What auto may give for less memory, as a share of the layers' dense time.")
+        float,
+        typer.Option(
+            help="Extra time that auto may spend to save memory, as a share of the layers' dense time."
+        ),
     ] = 0.0,
     rounds: Annotated[int, typer.Option(help="Runs of each mode, in turns; the fastest counts.", min=1)] = 10,
     as_json: Json = False,
 ) -> None:
-    """Measure latency, memory and load time of a packed file in each way it can run.
+    """Measure latency, memory and load time of a packed file in each mode.
 
-    Latency is the least of some runs taken in turns with the model as --model makes it, whose ratio is 1.
+    Latency is the smallest of several runs, taken in turns with the model as --model makes it. Ratios are to
+    that model's latency.
 
     Example:
 
@@ -118,9 +121,9 @@ def bench(
     ]
     rows = measure_modes(file, lambda: model_from(model), inputs, chosen, slack, rounds)
     if as_json:
-        print(json.dumps({"file": str(file), "rows": [asdict(row) for row in rows]}))
+        print_json({"file": str(file), "rows": [asdict(row) for row in rows]})
     else:
-        console.print(table_of(rows))
+        print_table(table_of(rows))
 
 
 def table_of(rows: Sequence[Row]) -> Table:

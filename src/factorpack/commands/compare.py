@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from factorpack.commands.engine_options import EngineName, engine_of
-from factorpack.commands.finetune import BatchSize, ImageSize, Json, Model, Workers
+from factorpack.commands.console import print_json, print_line, print_table
+from factorpack.commands.engines import engine_of
+from factorpack.commands.options import BatchSize, EngineName, ImageSize, Json, Model, Samples, Workers
 from factorpack.comparison.figure import pareto, save_figure
 from factorpack.comparison.grid import Point
 from factorpack.comparison.opponents import COMPARED, PLANNED, title_of
 from factorpack.comparison.request import Request
 from factorpack.errors import PlanError
 from factorpack.format.atomic import atomic_write
-
-# A pipe has no width: 80 columns would cut the table.
-console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 180)
+from factorpack.report.text import plain
 
 
 def compare(
@@ -32,47 +29,50 @@ def compare(
     ],
     model: Model,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="A folder for files, points, table and figure.")
+        Path,
+        typer.Option("--output", "-o", help="A folder for the files, the points, the table and the figure."),
     ] = Path("comparison"),
     methods: Annotated[
-        str, typer.Option(help=f"'all', or some of {PLANNED}, {', '.join(COMPARED)}, with commas.")
+        str, typer.Option(help=f"'all', or some of {PLANNED}, {', '.join(COMPARED)}, separated by commas.")
     ] = "all",
-    ratios: Annotated[str, typer.Option(help="Times smaller than FP32, with commas.")] = "5,10,20,30,40",
+    ratios: Annotated[
+        str, typer.Option(help="Times smaller than FP32, separated by commas.")
+    ] = "5,10,20,30,40",
     calibration: Annotated[
-        Path | None, typer.Option(help="A folder of pictures, no labels needed, for methods that use them.")
+        Path | None, typer.Option(help="A folder of images, no labels needed, for methods that use them.")
     ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
-            help="A folder with a folder a class, or with val/ (and train/) in it: measure accuracy."
+            help="A folder with one folder per class, or with val/ (and train/) in it: measure accuracy."
         ),
     ] = None,
     epochs: Annotated[
         int, typer.Option(help="Train each of them on --data's train/ this long, the original as teacher.")
     ] = 0,
-    learning_rate: Annotated[float, typer.Option(help="With --epochs: the first rate.")] = 3e-4,
-    samples: Annotated[int, typer.Option(help="Pictures to calibrate on.")] = 256,
+    learning_rate: Annotated[float, typer.Option(help="With --epochs: the initial rate.")] = 3e-4,
+    samples: Samples = 256,
     batch_size: BatchSize = 64,
     image_size: ImageSize = 224,
     workers: Workers = 2,
     engine: EngineName = None,
     engine_workers: Annotated[
         int,
-        typer.Option(help="With --engine: points at once. Default: one a core.", show_default=False),
+        typer.Option(help="With --engine: points at a time. Default: one per core.", show_default=False),
     ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Compress a model with every method at the same sizes, and measure what each file is worth.
+    """Compress a model with every method at the same sizes, and measure each file.
 
     Every method gets the settings that come closest to the weights within each size. The folder then holds the
-    files, a JSON a point, compare.json, compare.md, and the figure as PNG and SVG. Interrupted, the same
-    command goes on from the points that are done. With --engine methods are compared side by side; the
-    seconds of a point then say little, because others run beside it.
+    files, one JSON per point, compare.json, compare.md, and the figure as PNG and SVG. If it is interrupted,
+    the same command continues from the points that are done. With --engine methods are compared side by side;
+    the seconds of a point then mean little, because others run at the same time.
 
     Example:
 
         factorpack compare resnet18.safetensors --model torchvision.models:resnet18
-        --methods planned,qspca,lsq,vq --ratios 10,20,30 --calibration pictures/ --data imagenet
+        --methods planned,qspca,lsq,vq --ratios 10,20,30 --calibration images/ --data imagenet
     """
     request = Request(
         source,
@@ -96,19 +96,17 @@ def compare(
     if original:
         save_figure(pareto(points, original["top1"]), output / "compare.png")
     if as_json:
-        print(json.dumps(document))
+        print_json(document)
         return
-    console.print(_table(points))
-    console.print(
-        f"{output}: {len(points)} points" + (f", original {original['top1']:.2%}" if original else "")
-    )
+    print_table(_table(points))
+    print_line(f"{output}: {len(points)} points" + (f", original {original['top1']:.2%}" if original else ""))
 
 
 HEAD = ("method", "asked", "file ratio", "bytes", "weight error", "top-1", "compress, s", "settings")
 
 
 def rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
-    """The table of a comparison, a row a point."""
+    """The table of a comparison, one row per point."""
     return [
         (
             title_of(point.method),
@@ -137,7 +135,7 @@ def _table(points: Sequence[Point]) -> Table:
         left = name in ("method", "settings")
         table.add_column(name, justify="left" if left else "right", no_wrap=name != "settings")
     for line in rows(points):
-        table.add_row(*line)
+        table.add_row(*map(plain, line))
     return table
 
 

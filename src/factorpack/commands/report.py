@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from factorpack.budget.curves import load_curves
-from factorpack.commands.finetune import Json
+from factorpack.commands.console import print_json, print_line
+from factorpack.commands.options import Json, PackedFile
 from factorpack.comparison.opponents import title_of
 from factorpack.comparison.saved import read_comparison
 from factorpack.errors import PlanError
@@ -21,33 +20,32 @@ from factorpack.report.html import write_page
 from factorpack.report.text import human_bytes, printable
 from factorpack.source import Checkpoint, model_from
 
-# One line each, whatever the width, and brackets in a path are no markup.
-console = Console(highlight=False, markup=False, soft_wrap=True)
-
 
 def report(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A packed file.", show_default=False)],
+    file: PackedFile,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The .html file to write.", show_default=False)
     ],
     original: Annotated[
         str | None,
-        typer.Option(help="The checkpoint it was made from, or module:callable: show what each weight lost."),
+        typer.Option(
+            help="The checkpoint it was made from, or module:callable: show the error of each weight."
+        ),
     ] = None,
     compare: Annotated[
         list[Path] | None,
-        typer.Option(help="The compare.json of `factorpack compare`; may be given again: accuracy by size."),
+        typer.Option(help="The compare.json of `factorpack compare`: accuracy by size. Can be repeated."),
     ] = None,
     curves: Annotated[
         Path | None,
         typer.Option(help="What `compress --curves` kept: how each weight's loss falls with its bytes."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there already.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write one page on a packed file: where the bytes are, layer by layer, and what they cost.
+    """Write an HTML page about a packed file: where the bytes are and what they cost.
 
-    The page is a single file that needs no network and runs in any browser of today.
+    The page goes layer by layer. It is a single file that needs no network and works in any current browser.
 
     Example:
 
@@ -56,7 +54,7 @@ def report(
     """
     check_output(output, file, curves, original, *(compare or []))
     if output.exists() and not force:
-        raise PlanError(f"{output} is there already: choose another file, or replace it with --force")
+        raise PlanError(f"{output} exists already: choose another file, or replace it with --force")
     known = None
     if curves is not None:
         known = load_curves(curves)
@@ -68,9 +66,9 @@ def report(
     if as_json:
         problems = {tensor.name: tensor.problem for tensor in facts.tensors if tensor.problem}
         found = {"path": str(output), "bytes": written, "tensors": len(facts.tensors)}
-        print(json.dumps({**found, "weight_error": facts.error, "problems": problems}))
+        print_json({**found, "weight_error": facts.error, "problems": problems})
     else:
-        console.print(
+        print_line(
             f"{output}: {human_bytes(written)}, a page on {len(facts.tensors)} tensors of {facts.file}"
         )
 

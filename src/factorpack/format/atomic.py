@@ -1,4 +1,4 @@
-"""Files that are either the old one or the whole new one, whenever the writer is killed."""
+"""Files that are either the old one or the complete new one, whenever the writer is killed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from factorpack.format.locks import is_still, lock
+from factorpack.format.locks import is_same_file, lock
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Opens a sibling file for writing and renames it to `path` once the block has ended well.
+    """Opens a sibling file for writing and renames it to `path` once the block has succeeded.
 
-    The sibling is locked while it is written. One that no process holds was a killed writer's, and the next
-    writer of the same file removes it.
+    The sibling is locked while it is written. One that no process holds is left from a killed writer, and
+    the next writer of the same file removes it.
     """
     if not path.name or path.is_dir():
         raise IsADirectoryError(f"{path} is a folder, expected a file to write")
@@ -30,7 +30,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         rename(sibling, path)
-    except OSError as error:  # a full disk does not say where it is
+    except OSError as error:  # an error about a full disk does not name the file
         error.add_note(f"while writing {path}")
         raise
     finally:
@@ -39,14 +39,14 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             os.close(handle)
 
 
-def rename(whole: Path, path: Path) -> None:
-    """Gives a file that is whole and on disk its name."""
-    os.replace(whole, path)
+def rename(complete: Path, path: Path) -> None:
+    """Gives a complete file on disk its final name."""
+    os.replace(complete, path)
     _sync_folder(path.parent)
 
 
 def _begin(path: Path) -> tuple[Path, int | None]:
-    """An empty sibling, and the handle whose lock says that it is in use; None where there are no locks."""
+    """An empty sibling, and the handle whose lock marks it as in use; None where there are no locks."""
     while True:
         sibling = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         handle = os.open(sibling, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
@@ -54,9 +54,9 @@ def _begin(path: Path) -> tuple[Path, int | None]:
         if taken is None:
             os.close(handle)
             return sibling, None
-        if taken and is_still(handle, sibling):
+        if taken and is_same_file(handle, sibling):
             return sibling, handle
-        os.close(handle)  # another writer took it for abandoned just now
+        os.close(handle)  # another writer has just removed it as abandoned
 
 
 def _remove_abandoned(path: Path) -> None:
@@ -74,12 +74,12 @@ def _remove_abandoned(path: Path) -> None:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """An empty sibling folder to fill, renamed to `path` once the block has ended well; nothing of it otherwise.
+    """An empty sibling folder to fill, renamed to `path` once the block has succeeded, and otherwise removed.
 
-    As a file's sibling it is locked meanwhile, and one that a killed writer left is removed by the next.
+    It is locked meanwhile, and one left from a killed writer is removed by the next writer.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(f"{path} is there already: name another folder, or remove it")
+        raise FileExistsError(f"{path} already exists: name another folder, or remove it")
     _remove_abandoned(path)
     sibling = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     sibling.mkdir()

@@ -1,7 +1,7 @@
-"""Large blocks of symbols <-> chunks of pcodec, which decode ten times as fast as a message's words.
+"""Large blocks of symbols <-> pcodec chunks, which decode ten times as fast as a message's words.
 
-A chunk has a table of its own and takes some 30 bytes more than a message with ours, so small blocks
-stay in the message. docs/format.md gives the layout.
+A chunk has its own table and takes about 30 bytes more than a message with ours, so small blocks stay in
+the message. docs/format.md gives the layout.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from pcodec import ChunkConfig, DeltaSpec, ModeSpec, PagingSpec, wrapped
 from factorpack.errors import FormatError
 from factorpack.format.classes import Symbols
 
-Kind = type[np.uint8] | type[np.uint16]
+SymbolType = type[np.uint8] | type[np.uint16]
 LENGTH = struct.Struct("<I")
-"""Every chunk's length stands before the tables."""
+"""The lengths of all chunks come before the tables."""
 _VERSION = bytes(wrapped.FileCompressor().write_header())
 _LEVEL = 10
-"""Of 0 to 12: finer tables than the default of 8, decoded as fast."""
+"""From 0 to 12: finer tables than the default of 8, and as fast to decode."""
 _CLASSIC = b"\0"
-"""First byte of a chunk that holds the numbers themselves, not multiples or differences."""
+"""First byte of a chunk that holds the values themselves, not multiples or differences."""
 FEWEST = 2048
-"""Codes of a block below which a chunk's table cannot pay."""
+"""Codes of the smallest block for which a chunk's table can pay."""
 _MOST = 1 << 24
-"""Numbers that one of pcodec's chunks holds: a larger block has several, one behind the other."""
+"""Values that one pcodec chunk can hold; a larger block becomes several, one after the other."""
 _MOST_BYTES = 256**LENGTH.size - 1
 
 
-def chunk_of(block: Symbols) -> bytes | None:
-    """Tables and numbers of one block, (n,), or None where that cannot pay or cannot be."""
+def compress_block(block: Symbols) -> bytes | None:
+    """Table and values of one block, (n,), or None where a chunk cannot pay or would be too long."""
     if len(block) < FEWEST:
         return None
-    chunk = b"".join(_piece(block[start : start + _MOST]) for start in range(0, len(block), _MOST))
+    chunk = b"".join(_compress_run(block[start : start + _MOST]) for start in range(0, len(block), _MOST))
     return chunk if len(chunk) <= _MOST_BYTES else None
 
 
-def _piece(block: Symbols) -> bytes:
+def _compress_run(block: Symbols) -> bytes:
     settings = ChunkConfig(
         compression_level=_LEVEL,
         mode_spec=ModeSpec.classic(),
@@ -50,17 +50,17 @@ def _piece(block: Symbols) -> bytes:
     return bytes(chunk.write_meta() + chunk.write_page(0))
 
 
-def joined(chunks: Sequence[bytes]) -> bytes:
+def join_chunks(chunks: Sequence[bytes]) -> bytes:
     """The end of a stream: nothing, or the version of the chunks' format and the chunks."""
     return b"".join([_VERSION, *chunks]) if chunks else b""
 
 
-def joined_bytes(lengths: Sequence[int]) -> int:
+def joined_chunk_bytes(lengths: Sequence[int]) -> int:
     return len(_VERSION) + sum(lengths) if lengths else 0
 
 
 class Chunks:
-    """The blocks of `joined` chunks of known lengths, that begin at a place; the bytes may be anything."""
+    """The blocks of joined chunks of known lengths, starting at `start`; the bytes are untrusted."""
 
     def __init__(self, data: bytes, start: int, lengths: Sequence[int]) -> None:
         self._data, self._lengths = data, iter(lengths)
@@ -69,13 +69,13 @@ class Chunks:
             try:
                 self._reader, _ = wrapped.FileDecompressor.new(data[start : self._at])
             except RuntimeError as error:
-                raise FormatError(f"the chunks are of another version: {error}") from error
+                raise FormatError(f"the chunks have another version: {error}") from error
 
-    def next(self, count: int, held: Kind) -> Symbols:
+    def next(self, count: int, dtype: SymbolType) -> Symbols:
         length = next(self._lengths)
         chunk = self._data[self._at : self._at + length]
         self._at += length
-        block: Symbols = np.zeros(count, held)
+        block: Symbols = np.zeros(count, dtype)
         for start in range(0, count, _MOST):
             chunk = self._read(chunk, block[start : start + _MOST])
         if chunk:
@@ -83,9 +83,9 @@ class Chunks:
         return block
 
     def _read(self, chunk: bytes, block: Symbols) -> bytes:
-        """Fills a block of at most `_MOST`, and gives what follows it."""
+        """Fills a block of at most `_MOST`, and returns the bytes after it."""
         if not chunk.startswith(_CLASSIC):
-            raise FormatError("a chunk is not one of plain numbers")
+            raise FormatError("a chunk does not hold plain values")
         try:
             read, taken = self._reader.chunk_decompressor(chunk, f"u{8 * block.itemsize}")
             page = chunk[taken:]

@@ -1,7 +1,7 @@
 """Which entropy model codes which entry of a matrix: the class of its row plus the class of its column.
 
-Rows and columns of weights differ in scale. Classes start as logarithms of mean magnitudes; then rows
-and columns by turns take the class that codes them shortest, and the models follow.
+Rows and columns of weights differ in scale. Classes start as logarithms of mean magnitudes. Then rows and
+columns alternately take the class that codes them shortest, and the models are fitted again.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from factorpack.format.frequency_tables import Counts
 
 MAX_CLASSES = 32
-"""Of rows, and of columns."""
+"""Most classes of rows, and of columns."""
 _ROUNDS = 4
 _SAMPLE = 1024
-"""Entries of a row or column that its class is fitted to: enough to know its scale within some percent."""
-_CHUNK = 1 << 21
-"""Numbers in the largest array that fitting makes."""
+"""Entries of a row or column that its class is fitted to: enough to know its scale within a few percent."""
+_BLOCK = 1 << 21
+"""Elements of the largest array that fitting makes."""
 _EXACT_BINS = 24
-"""Symbols that fitting tells apart; of larger ones it sees the size alone."""
+"""Symbols that fitting distinguishes; larger ones are binned by magnitude."""
 
 Symbols = NDArray[np.unsignedinteger]
 Bins = NDArray[np.uint8]
@@ -32,7 +32,7 @@ Classes = NDArray[np.integer]
 
 @dataclass(frozen=True, slots=True)
 class Classing:
-    """Class of each row, (r,), and of each column, (n,), both from 0 on."""
+    """Class of each row, (r,), and of each column, (n,), counted from 0."""
 
     rows: Classes
     columns: Classes
@@ -47,21 +47,21 @@ def one_class(rows: int, columns: int) -> Classing:
 
 
 def fit_classes(symbols: Symbols, step: float, with_columns: bool = True) -> Classing:
-    """Classes for symbols in the order of their codes' size, (r, n); `step` is a class in octaves of scale."""
+    """Classes for symbols sorted by the magnitude of their codes, (r, n); `step` is a class's width in octaves."""
     bins = _binned(symbols)
     size = int(bins.max()) + 1
     rows = _start(bins.mean(1), step)
     columns = _start(bins.mean(0), step) if with_columns else np.zeros(bins.shape[1], np.int64)
     upright = np.ascontiguousarray(bins.T) if with_columns else bins
     picked = _sample(bins.shape[1])
-    models = Classing(rows, columns).models  # of all columns: the sample may miss the last class
+    models = Classing(rows, columns).models  # from all columns: the sample may miss the last class
     counts = class_counts(bins.take(picked, 1), Classing(rows, columns[picked]), size, models)
     lengths = _code_lengths(counts)
     for _ in range(_ROUNDS):
         if with_columns:
             columns, lengths = _reassigned(upright, columns, rows, lengths)
         rows, lengths = _reassigned(bins, rows, columns, lengths)
-    # Without columns the classes need not be in the order of scale, and one that is not used can go.
+    # Without column classes the order of classes is free, and unused ones can be dropped.
     return (
         Classing(rows, columns)
         if with_columns
@@ -70,11 +70,11 @@ def fit_classes(symbols: Symbols, step: float, with_columns: bool = True) -> Cla
 
 
 def class_counts(symbols: Symbols, classing: Classing, size: int, models: int = 0) -> Counts:
-    """How often each model meets each symbol: (models, size), or for more models than are met."""
+    """How often each model meets each symbol: (models, size); `models` can request more rows than occur."""
     models = max(models, classing.models)
     counts = np.zeros(models * size, np.int64)
     offsets = classing.columns * size
-    height = max(1, _CHUNK // max(symbols.shape[1], 1))
+    height = max(1, _BLOCK // max(symbols.shape[1], 1))
     for top in range(0, len(symbols), height):
         index = symbols[top : top + height] + offsets
         index += (classing.rows[top : top + height] * size)[:, None]
@@ -83,7 +83,7 @@ def class_counts(symbols: Symbols, classing: Classing, size: int, models: int = 
 
 
 def _binned(symbols: Symbols) -> Bins:
-    """Symbols as fitting sees them: the largest fall into four bins an octave."""
+    """Symbols as fitting sees them: large ones fall into four bins per octave."""
     size = int(symbols.max()) + 1
     if size <= _EXACT_BINS:
         return symbols.astype(np.uint8)
@@ -94,7 +94,7 @@ def _binned(symbols: Symbols) -> Bins:
 
 
 def _start(means: NDArray[np.float64], step: float) -> Classes:
-    """Classes of equal width in the logarithm of the mean; the few furthest out join the class before."""
+    """Classes of equal width in the logarithm of the mean; the few outermost join the nearest class."""
     scale = np.log2(means + 2.0**-4) / step
     low, high = np.quantile(scale, (0.02, 0.995))
     classes = np.rint(scale - low).clip(0, min(round(high - low), MAX_CLASSES - 1)).astype(np.int64)
@@ -112,7 +112,7 @@ def _reassigned(bins: Bins, own: Classes, other: Classes, lengths: Lengths) -> t
     price = np.log2(share.sum() / share) * len(picked) / bins.shape[1]
     moved = np.empty_like(own)
     counts = np.zeros((classes, others * size), np.float32)
-    height = max(1, _CHUNK // max(others * size, len(picked)))
+    height = max(1, _BLOCK // max(others * size, len(picked)))
     for top in range(0, len(bins), height):
         part = _histograms(bins[top : top + height].take(picked, 1), other[picked], others, size)
         best = (part @ shifted + price).argmin(1)
@@ -140,7 +140,7 @@ def _folded(counts: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _code_lengths(counts: NDArray[np.float32] | Counts) -> Lengths:
-    """Bits a bin in each model. Neighbours and the whole lend a little, for models that saw few codes."""
+    """Bits per bin in each model. Neighbours and the total smooth the models that saw few codes."""
     smooth = counts + 0.02 * (counts.sum(0) + 0.5) / (counts.sum() + 1)
     smooth[1:] += 0.02 * counts[:-1]
     smooth[:-1] += 0.02 * counts[1:]
@@ -150,7 +150,7 @@ def _code_lengths(counts: NDArray[np.float32] | Counts) -> Lengths:
 
 @lru_cache(maxsize=64)
 def _sample(count: int) -> NDArray[np.int64]:
-    """Places spread over `count` without a period, so that no kernel position is missed."""
+    """Positions spread over `count` without a period, so that no kernel position is missed."""
     if count <= _SAMPLE:
         return np.arange(count)
     return np.sort(np.random.default_rng(0).permutation(count)[:_SAMPLE])

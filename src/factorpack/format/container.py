@@ -1,4 +1,4 @@
-"""The container: a safetensors file of byte streams, written to a sibling and renamed, read lazily."""
+"""The container: a safetensors file of byte streams, written beside its target and renamed, read lazily."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from factorpack.decoding import check, codeword_indices, specs
+from factorpack.decoding import check, specs
 from factorpack.errors import FormatError, SourceError
 from factorpack.format import schema as schemas
 from factorpack.format.atomic import atomic_write
 from factorpack.format.schema import RESERVED, SMALL, PartRow, Schema, TensorRow
 from factorpack.format.streams import decode_part, encode_part, raw_bytes, split_of, states_of
+from factorpack.kinds import KINDS
 from factorpack.record import DTYPES, Encoded, dtype_name
 
 METADATA_KEY = "factorpack"
 SMALL_BYTES = 16384
-"""Streams below this share one entry: an entry of its own costs a tensor about 100 bytes of header."""
+"""Smaller streams share one entry: a separate entry costs about 100 bytes of header."""
 
 SAFETENSORS_TYPES = {
     torch.float64: "F64",
@@ -47,8 +48,10 @@ SAFETENSORS_TYPES = {
 }
 
 
-def header_bytes(entries: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: dict[str, str]) -> bytes:
-    """The head of a safetensors file for entries of (name, type, shape, bytes) that follow in this order."""
+def safetensors_header(
+    entries: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: dict[str, str]
+) -> bytes:
+    """The header of a safetensors file whose entries, (name, type, shape, bytes), follow in this order."""
     table: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     start = 0
     for name, kind, shape, count in entries:
@@ -60,7 +63,7 @@ def header_bytes(entries: Iterable[tuple[str, str, tuple[int, ...], int]], metad
 
 
 def is_packed(path: str | Path) -> bool:
-    """Whether a file says of itself that it is a packed one, whole or not."""
+    """Whether a file claims to be a packed file, complete or not."""
     try:
         with safe_open(path, framework="numpy") as file:
             return METADATA_KEY in (file.metadata() or {})
@@ -76,25 +79,25 @@ def check_target(path: Path) -> None:
         raise SourceError(f"{path} is a folder, expected a file to write")
     if not os.access(path.parent, os.W_OK):
         raise SourceError(
-            f"{path.name} cannot be written: the folder {path.parent} is read-only, for this user at least"
+            f"{path.name} cannot be written: the folder {path.parent} is read-only for this user"
         )
 
 
-def head_bytes(rows: Sequence[TensorRow], aliases: Mapping[str, str]) -> bytes:
-    """What a packed file of these tensors begins with; their streams follow `in_file_order`."""
+def file_header(rows: Sequence[TensorRow], aliases: Mapping[str, str]) -> bytes:
+    """What a packed file of these tensors begins with; their streams follow `sort_for_file`."""
     schemas.check_aliases({row.name for row in rows}, aliases)
     metadata = schemas.dump(Schema(tuple(rows), aliases))
     entries = [(name, "U8", (size,), size) for name, size in _entry_sizes(rows).items()]
-    return header_bytes(entries, {METADATA_KEY: metadata})
+    return safetensors_header(entries, {METADATA_KEY: metadata})
 
 
-def in_file_order(rows: Iterable[TensorRow]) -> list[TensorRow]:
-    """The large streams, then the small ones that share an entry."""
+def sort_for_file(rows: Iterable[TensorRow]) -> list[TensorRow]:
+    """Rows in file order: the large streams, then the small ones that share an entry."""
     return sorted(rows, key=_is_small)
 
 
 class Writer:
-    """Writes a packed file tensor by tensor, holding no more than one: `add`, then leave the block.
+    """Writes a packed file tensor by tensor and holds at most one: call `add`, then leave the block.
 
     >>> with Writer(path) as writer:  # doctest: +SKIP
     ...     writer.add("conv1.weight", encoded)
@@ -109,13 +112,13 @@ class Writer:
 
     def __enter__(self) -> Writer:
         check_target(self._path)
-        # The header comes first and is known last, so the streams wait in a file that has no name.
+        # The header comes first and is known last, so the streams wait in an unnamed file.
         self._spool = tempfile.TemporaryFile(dir=self._path.parent)
         return self
 
     def add(self, name: str, encoded: Encoded) -> None:
         if name in RESERVED:
-            raise SourceError(f"a tensor cannot be called {name!r}: the file uses that name itself")
+            raise SourceError(f"a tensor cannot be named {name!r}: the file format uses that name")
         if name in self._names:
             raise SourceError(f"tensor {name!r} has been added already")
         try:
@@ -137,7 +140,7 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, OSError):  # a full disk does not say where it is
+        if isinstance(error, OSError):  # an error about a full disk does not name the file
             error.add_note(f"while writing {self._path}")
         with self._spool:
             if error is None:
@@ -146,16 +149,16 @@ class Writer:
     def _finish(self) -> None:
         self._spool.write(b"".join(self._small))
         with atomic_write(self._path) as file:
-            file.write(head_bytes(self._rows, self._aliases))
+            file.write(file_header(self._rows, self._aliases))
             self._spool.seek(0)
             shutil.copyfileobj(self._spool, file, 1 << 20)
 
 
 class Reader(Mapping[str, Encoded]):
-    """The tensors of a packed file, decoded to `Encoded` when asked for.
+    """The tensors of a packed file, each decoded to an `Encoded` when it is read.
 
-    Opening checks the container, the schema and every checksum; nothing is allocated that the file's
-    own size does not bound, and no code in it is ever run.
+    Opening checks the container, the schema and every checksum. The file's own size bounds every allocation,
+    and nothing in the file is ever executed.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -167,7 +170,7 @@ class Reader(Mapping[str, Encoded]):
             metadata = self._file.metadata() or {}
             _check_header(self.path)
         except (SafetensorError, OSError) as error:
-            raise FormatError(f"{self.path} is not a whole safetensors file: {error}") from error
+            raise FormatError(f"{self.path} is not a complete safetensors file: {error}") from error
         if set(metadata) != {METADATA_KEY}:
             raise FormatError(
                 f"{self.path} is not a packed file: its metadata holds {sorted(metadata)}, "
@@ -200,7 +203,7 @@ class Reader(Mapping[str, Encoded]):
         return iter(self.rows)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.rows  # without decoding it, as a Mapping would
+        return name in self.rows  # a Mapping would decode the tensor
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -232,8 +235,8 @@ class Reader(Mapping[str, Encoded]):
 
 def stored(name: str, encoded: Encoded) -> tuple[TensorRow, bytes]:
     """A tensor's row of the schema and its stream."""
-    check(encoded.kind, encoded.shape, encoded.dtype, encoded.transposed_groups, specs(encoded))
-    _check_numbers(encoded)
+    check(encoded.kind, encoded.layout, encoded.dtype, specs(encoded))
+    KINDS[encoded.kind].check_values(encoded)
     streams: list[bytes] = []
     parts: dict[str, PartRow] = {}
     for part_name, spec in specs(encoded).items():
@@ -243,7 +246,7 @@ def stored(name: str, encoded: Encoded) -> tuple[TensorRow, bytes]:
         parts[part_name] = PartRow(codec, spec, len(data))
         streams.append(data)
     numel = schemas.largest_numel(encoded.shape, specs(encoded).values())
-    filler_bytes = schemas.filler_for(numel, sum(map(len, streams)))
+    filler_bytes = schemas.count_filler(numel, sum(map(len, streams)))
     stream = b"".join([*streams, bytes(filler_bytes)])
     row = TensorRow(
         name,
@@ -285,28 +288,12 @@ def _read_row(row: TensorRow, stream: bytes) -> Encoded:
         row.note,
         row.trellis,
     )
-    _check_numbers(encoded)
+    KINDS[encoded.kind].check_values(encoded)
     return encoded
 
 
-def _check_numbers(encoded: Encoded) -> None:
-    """Scales, means and codewords must be finite, no scale negative, and every index one of a codeword.
-
-    Kept values and constants may be anything.
-    """
-    for name, part in encoded.parts.items():
-        if encoded.kind in ("keep", "constant") or name in encoded.bits:
-            continue
-        if not bool(part.isfinite().all()):
-            raise FormatError(f"part {name!r} holds NaN or infinity")
-        if name.endswith("scale") and bool((part < 0).any()):
-            raise FormatError(f"part {name!r} holds a negative scale")
-    if encoded.kind == "codewords":
-        codeword_indices(encoded)
-
-
 def _check_header(path: Path) -> None:
-    """safetensors lets a name stand twice in its header, and takes the last."""
+    """Refuses a name that appears twice in the header: safetensors would silently use the last."""
     with path.open("rb") as file:
         schemas.strict_json(file.read(int.from_bytes(file.read(8), "little")))
 
@@ -334,14 +321,14 @@ def _small_starts(rows: Iterable[TensorRow]) -> dict[str, int]:
 def write_plain(
     path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], values: Iterable[Tensor]
 ) -> None:
-    """Writes an ordinary safetensors file, taking the values one by one in the order of `tensors`."""
+    """Writes an ordinary safetensors file, with values that come one by one in the order of `tensors`."""
     entries = []
     for name, (dtype, shape) in tensors.items():
         if dtype not in SAFETENSORS_TYPES:
             raise SourceError(f"safetensors has no type for {name!r}, a {dtype} tensor")
         entries.append((name, SAFETENSORS_TYPES[dtype], shape, torch.Size(shape).numel() * dtype.itemsize))
     with atomic_write(path) as file:
-        file.write(header_bytes(entries, {"format": "pt"}))
+        file.write(safetensors_header(entries, {"format": "pt"}))
         _write_all(file, values)
 
 

@@ -1,8 +1,7 @@
-"""Frequency tables of the entropy coder: counts -> whole frequencies -> bits, and back.
+"""Frequency tables of the entropy coder: counts -> integer frequencies -> bits, and back.
 
-Every table sums to a power of two. Its first frequency is what the others leave, and the others, up to
-the last that is not zero, are stored as bit lengths and mantissas: rare symbols, of which a wide
-alphabet has many, take a bit or two.
+Every table sums to a power of two. Its first frequency is what the others leave. The others, up to the last
+that is not zero, are stored as bit lengths and mantissas, so that a rare symbol takes a bit or two.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from factorpack.errors import FormatError
-from factorpack.format.bitpack import pack, packed_bytes, unpack
+from factorpack.format.bitpack import bit_string_bytes, pack, unpack
 
 MIN_TOTAL_BITS, MAX_TOTAL_BITS = 8, 16
-"""Frequencies of a table sum to two to the power of something between these."""
+"""The frequencies of a table sum to 2^t, with t between these."""
 _MODEL_BITS = 24
 
 Counts = NDArray[np.int64]
@@ -25,23 +24,23 @@ Bits = NDArray[np.uint8]
 
 
 def normalized(counts: Counts, total_bits: int) -> Counts:
-    """Rows of counts, (g, m), scaled to sum to 2^total_bits, none that occurs below one."""
+    """Rows of counts, (g, m), scaled to sum to 2^total_bits, with at least one for each symbol that occurs."""
     total = 1 << total_bits
     occurs = counts > 0
     free = total - occurs.sum(1, keepdims=True)
     if (free < 0).any():
         raise FormatError(f"{total - int(free.min())} symbols do not fit a table of {total}")
     frequencies = np.where(occurs, 1 + counts * free // np.maximum(counts.sum(1, keepdims=True), 1), 0)
-    # What rounding left over goes to the most frequent symbol, where it costs least.
+    # The remainder of rounding goes to the most frequent symbol, where it costs least.
     rows = np.arange(len(counts))
     frequencies[rows, counts.argmax(1)] += total - frequencies.sum(1)
     return frequencies
 
 
 def message_bits(counts: Counts, frequencies: Counts, total_bits: int) -> NDArray[np.float64]:
-    """Bits that symbols which occur `counts` times, (g, m), take in a message by each of the tables: (g,).
+    """Bits that symbols which occur `counts` times, (g, m), take in a message with each of the tables: (g,).
 
-    constriction gives symbol i of s the numbers from F_i (2^24 - s) / 2^t, rounded down, plus i on.
+    constriction's range of symbol i of s begins at F_i (2^24 - s) / 2^t, rounded down, plus i.
     """
     begin = np.zeros((len(counts), counts.shape[1] + 1), np.int64)
     np.cumsum(frequencies, 1, out=begin[:, 1:])
@@ -60,13 +59,13 @@ def model(frequencies: Counts) -> object:
 
 
 def used(frequencies: Counts) -> Counts:
-    """Symbols of each table, (g, m), up to the last that has a frequency: (g,), at least 1."""
+    """Symbols of each table, (g, m), up to the last with a frequency: (g,), at least 1."""
     size = frequencies.shape[1]
     return np.asarray(size - (frequencies[:, ::-1] > 0).argmax(1))
 
 
 def table_bits(frequencies: Counts, total_bits: int) -> Counts:
-    """Bits that each table of (g, m) takes in `write_tables`, its size left out: (g,)."""
+    """Bits that each table of (g, m) takes in `write_tables`, without its size: (g,)."""
     stored = _stored(frequencies)
     lengths = _lengths(frequencies[:, 1:])
     each = _steps(lengths, total_bits) + 1 + np.maximum(lengths - 1, 0)
@@ -80,12 +79,12 @@ def size_bits(symbols: int) -> int:
 
 def write_tables(classes: Sequence[Counts], models: Counts, total_bits: int) -> bytes:
     """Sizes of the models, (g, m); then changes of bit length in unary, then mantissas, of all tables."""
-    whole = [*classes, models]
+    written = [*classes, models]
     width = size_bits(models.shape[1])
     sizes = pack((used(models) - 1).astype(np.uint16), width) if width else b""
-    lengths = np.concatenate([_lengths(each[:, 1:])[_stored(each)] for each in whole])
-    steps = np.concatenate([_steps(_lengths(each[:, 1:]), total_bits)[_stored(each)] for each in whole])
-    values = np.concatenate([each[:, 1:][_stored(each)] for each in whole])
+    lengths = np.concatenate([_lengths(each[:, 1:])[_stored(each)] for each in written])
+    steps = np.concatenate([_steps(_lengths(each[:, 1:]), total_bits)[_stored(each)] for each in written])
+    values = np.concatenate([each[:, 1:][_stored(each)] for each in written])
     ends, widths = np.cumsum(steps + 1), np.maximum(lengths - 1, 0)
     begin = int(ends[-1]) if len(ends) else 0
     bits = np.zeros(begin + int(widths.sum()), np.uint8)
@@ -100,9 +99,9 @@ def write_tables(classes: Sequence[Counts], models: Counts, total_bits: int) -> 
 def read_tables(
     data: bytes, classes: Sequence[int], models: int, symbols: int, total_bits: int
 ) -> tuple[list[Counts], int]:
-    """Tables of known sizes and of `models` more, and the bytes they took; the data may be anything, and go on."""
+    """Tables of known sizes and `models` more, and the bytes they took; the data is untrusted and may go on."""
     width = size_bits(symbols)
-    start = packed_bytes(models, width)
+    start = bit_string_bytes(models, width)
     if len(data) < start:
         raise FormatError(f"{len(data)} bytes cannot hold the sizes of {models} tables")
     sizes = [*classes, *(unpack(data[:start], models, width).tolist() if width else [0] * models)]
@@ -110,30 +109,30 @@ def read_tables(
     if max(sizes[len(classes) :]) > symbols:
         raise FormatError(f"a table of {max(sizes[len(classes) :])} symbols, the alphabet has {symbols}")
     values, taken = _read_values(data[start:], np.array(sizes) - 1, total_bits)
-    return _whole(values, sizes, total_bits), start + taken
+    return _add_first(values, sizes, total_bits), start + taken
 
 
 def _read_values(data: bytes, stored: Counts, total_bits: int) -> tuple[Counts, int]:
-    """All stored frequencies, so many of each table, and the bytes they took."""
+    """All stored frequencies, `stored` of each table, and the bytes they took."""
     count = int(stored.sum())
     if 8 * len(data) < count:
         raise FormatError(f"{len(data)} bytes cannot hold {count} frequencies")
     # No frequency takes more than a change of length from 0 to t + 1, or back, and a mantissa.
-    longest = packed_bytes(count, 3 * total_bits + 4)
+    longest = bit_string_bytes(count, 3 * total_bits + 4)
     bits = np.unpackbits(np.frombuffer(data[:longest], np.uint8), bitorder="little")
     ends = np.flatnonzero(bits)[:count]
     if len(ends) < count:
         raise FormatError("the tables of an entropy coder are cut short")
     lengths = _lengths_of(np.diff(ends, prepend=-1) - 1, stored, total_bits)
     values, end = _mantissas(bits, int(ends[-1]) + 1 if count else 0, lengths)
-    taken = packed_bytes(end, 1)
+    taken = bit_string_bytes(end, 1)
     if bits[end : 8 * taken].any():
         raise FormatError("bits are set after the last frequency")
     return values, taken
 
 
 def _lengths_of(steps: Counts, stored: Counts, total_bits: int) -> Counts:
-    """The inverse of `_steps`, for tables one behind the other."""
+    """The inverse of `_steps`, for tables one after the other."""
     drops = np.where(steps % 2, (steps + 1) // 2, -(steps // 2))
     fallen = np.concatenate([[0], np.cumsum(drops)])
     before = np.repeat(fallen[np.cumsum(stored) - stored], stored)  # the sum at the end of the last table
@@ -145,7 +144,7 @@ def _lengths_of(steps: Counts, stored: Counts, total_bits: int) -> Counts:
 
 
 def _mantissas(bits: Bits, begin: int, lengths: Counts) -> tuple[Counts, int]:
-    """Frequencies of known bit lengths, whose lower bits begin at a place, and where these end."""
+    """Frequencies of known bit lengths, whose lower bits start at `begin`, and where these end."""
     widths = np.maximum(lengths - 1, 0)
     places = begin + np.cumsum(widths) - widths
     end = begin + int(widths.sum())
@@ -158,8 +157,8 @@ def _mantissas(bits: Bits, begin: int, lengths: Counts) -> tuple[Counts, int]:
     return values, end
 
 
-def _whole(values: Counts, sizes: Sequence[int], total_bits: int) -> list[Counts]:
-    """Puts the first frequency, which is implied, before the others of each table."""
+def _add_first(values: Counts, sizes: Sequence[int], total_bits: int) -> list[Counts]:
+    """Adds the first frequency of each table, which is implied by the others."""
     found, at = [], 0
     for size in sizes:
         rest = values[at : at + size - 1]
@@ -184,7 +183,7 @@ def _lengths(values: Counts) -> Counts:
 def _steps(lengths: Counts, total_bits: int) -> Counts:
     """How much shorter each length of (g, m - 1) is than the one before: 0, 1 down, 1 up, 2 down, ...
 
-    Symbols come in the order of their codes' size, so lengths mostly fall, and fall slowly.
+    Symbols are sorted by the magnitude of their codes, so lengths mostly fall, and fall slowly.
     """
     start = np.full((len(lengths), 1), total_bits - 2)
     drops = np.concatenate([start, lengths], 1)[:, :-1] - lengths

@@ -1,4 +1,4 @@
-"""Locks of the kernel's: they end with their process however that ends, so no clock or process number is trusted."""
+"""Kernel locks: they end with their process, however it ends, so that no clock or process id is trusted."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from factorpack.errors import PlanError
 
 @contextmanager
 def locked(target: Path) -> Iterator[None]:
-    """Keeps other runs off `target` while the block runs; a PlanError where one is there already.
+    """Keeps other runs from `target` while the block runs; a PlanError where another run already has it.
 
-    The lock is on a hidden file beside the target; one that a killed run left means nothing. Where the
-    system has no locks there is no exclusion, and every file is still written whole.
+    The lock is on a hidden file beside the target; such a file left from a killed run has no effect. Where
+    the system has no locks there is no exclusion, and every file is still written completely.
     """
     path = target.with_name(f".{target.name}.lock")
     handle = _hold(path, target)
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # before it is let go: who has this very file open looks again
+        path.unlink(
+            missing_ok=True
+        )  # before the lock is released: a process that has this file open then tries again
         os.close(handle)
 
 
@@ -37,7 +39,7 @@ def _hold(path: Path, target: Path) -> int:
                 f"{target} is being written by another run ({holder}): "
                 "wait for it, end it, or choose another name"
             )
-        if is_still(handle, path):
+        if is_same_file(handle, path):
             os.ftruncate(handle, 0)
             os.write(handle, f"process {os.getpid()} on {platform.node()}".encode())
             return handle
@@ -45,7 +47,7 @@ def _hold(path: Path, target: Path) -> int:
 
 
 def lock(handle: int) -> bool | None:
-    """Whether this process now has an open file for itself; None where the system has no such locks."""
+    """Whether this process now holds the lock of an open file; None where the system has no such locks."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -59,8 +61,8 @@ def lock(handle: int) -> bool | None:
     return True
 
 
-def is_still(handle: int, path: Path) -> bool:
-    """Whether the file that is open is the one of that name, and not one that was removed meanwhile."""
+def is_same_file(handle: int, path: Path) -> bool:
+    """Whether an open file is still the one at this path, and was not removed meanwhile."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Refusing to write over what is being read."""
+"""Refuses to overwrite a file that is being read."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from factorpack.errors import PlanError
 
 
 def check_output(output: Path, *inputs: str | Path | None) -> None:
-    """Raises PlanError where writing `output` would replace a file that an input is made of.
+    """Raises PlanError where writing `output` would replace a file that belongs to an input.
 
-    Files are compared by identity and not by name: links are followed, and hard links count. Inputs that
-    are not there, or None, are left to whoever reads them.
+    Files are compared by identity and not by name: links are followed, and hard links count. Inputs that do
+    not exist, or None, are left to their reader.
     """
     if not output.exists():
         return
@@ -35,7 +35,7 @@ def _files_of(path: Path) -> Iterator[Path]:
 
 
 def _shard_names(index: Path) -> set[str]:
-    """The shards an index names; none where it is damaged, which is for its reader to say."""
+    """The shards that an index names; none where it is damaged, which its reader reports."""
     try:
         return {
             name for name in json.loads(index.read_text())["weight_map"].values() if isinstance(name, str)

@@ -1,4 +1,4 @@
-"""A packed file in one go: written, put together from others, or only measured."""
+"""A whole packed file: written, assembled from others, or only measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from factorpack.format.atomic import atomic_write
-from factorpack.format.container import Reader, Writer, head_bytes, in_file_order, stored
+from factorpack.format.container import Reader, Writer, file_header, sort_for_file, stored
 from factorpack.format.schema import TensorRow
 from factorpack.record import Encoded
 
@@ -22,22 +22,22 @@ def write_packed(
 
 
 def assemble(path: Path, parts: Mapping[str, Path], aliases: Mapping[str, str]) -> None:
-    """Writes the packed file of tensors that stand in packed files of their own.
+    """Writes one packed file from tensors that each have a packed file of their own.
 
-    Streams are copied, one at a time: the bytes are those `write_packed` makes of the same tensors.
+    Streams are copied one at a time. The bytes are those that `write_packed` gives for the same tensors.
     """
     rows = [Reader(part).rows[name] for name, part in parts.items()]
     with atomic_write(path) as file:
-        file.write(head_bytes(rows, aliases))
-        for row in in_file_order(rows):
+        file.write(file_header(rows, aliases))
+        for row in sort_for_file(rows):
             file.write(Reader(parts[row.name]).stream(row.name).data)
 
 
 def bytes_of(rows: Sequence[TensorRow], aliases: Mapping[str, str]) -> int:
-    """Of the file that tensors stored so would make."""
-    return len(head_bytes(rows, aliases)) + sum(row.stored_bytes for row in rows)
+    """Size of the file that these rows and their streams would make."""
+    return len(file_header(rows, aliases)) + sum(row.stored_bytes for row in rows)
 
 
 def file_bytes(tensors: Mapping[str, Encoded], aliases: Mapping[str, str]) -> int:
-    """Of the file these tensors would make: all of it is made, and none of it written."""
+    """Size of the file that these tensors would make. Everything is encoded, nothing is written."""
     return bytes_of([stored(name, encoded)[0] for name, encoded in tensors.items()], aliases)

@@ -1,4 +1,4 @@
-"""A file's tensors in order, the large ones decoded by threads before their turn."""
+"""A file's tensors in order, with large ones decoded by threads in advance."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from factorpack.format.container import Reader
 from factorpack.record import Encoded
 
 LARGE_BYTES = 1 << 22
-"""Of a stream: below this threads that wait for each other's Python lose what two cores gain."""
+"""Streams below this are not worth a thread: waiting for the interpreter lock costs what a second core gains."""
 
 
 def read_ahead(reader: Reader, threads: int) -> Iterator[tuple[str, Encoded]]:
-    """`reader.items()`, of which at most `threads` large ones are held that were not yet asked for."""
+    """`reader.items()`; at most `threads` large tensors are held before they are requested."""
     if threads < 2:
         yield from reader.items()
         return

@@ -1,4 +1,4 @@
-"""The schema: what the file says of every tensor, checked whole before a byte of data is read."""
+"""The schema: what the file declares about every tensor, all checked before a byte of data is read."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from factorpack.decoding import PartSpec, check
+from factorpack.decoding import check
 from factorpack.errors import FormatError
-from factorpack.format.bitpack import packed_bytes
-from factorpack.format.streams import ANS, CODECS, PACKED, PATHS, RAW, TRELLIS, raw_size
+from factorpack.format.bitpack import bit_string_bytes
+from factorpack.format.streams import ANS, CODECS, PACKED, RAW, TRELLIS, raw_size
+from factorpack.kinds import KINDS
+from factorpack.kinds.base import PartSpec, Specs
 from factorpack.quantize.trellis import MEMORY
 from factorpack.quantize.uniform import MAX_STORED_BITS, code_dtype
-from factorpack.record import DTYPES, THRESHOLDED, dtype_name
+from factorpack.record import DTYPES, dtype_name
+from factorpack.tiles import Layout
 
 VERSION = 1
 MAX_JSON_BYTES = 1 << 25
 MAX_DIMENSIONS = 8
 EXPANSION = 1024
-"""A tensor of m numbers takes at least m / EXPANSION bytes, so no small file can ask for much memory."""
+"""A tensor of m elements takes at least m / EXPANSION bytes, so that no small file can request much memory."""
 SMALL = "factorpack.small"
 RESERVED = (SMALL, "__metadata__")
 """Names the container uses itself."""
@@ -42,7 +45,7 @@ class PartRow:
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """Everything known of a tensor but its data: the parts follow each other in the tensor's stream."""
+    """Everything about a tensor except its data. The parts follow each other in the tensor's stream."""
 
     name: str
     kind: str
@@ -56,7 +59,7 @@ class TensorRow:
     note: str = ""
     trellis: int = 0
     stored_bytes: int = field(init=False)
-    """Of the whole stream."""
+    """Size of the whole stream."""
 
     def __post_init__(self) -> None:
         parts = sum(part.stored_bytes for part in self.parts.values())
@@ -70,17 +73,17 @@ class Schema:
 
 
 def largest_numel(shape: tuple[int, ...], parts: Iterable[PartSpec]) -> int:
-    """Numbers in the largest array that decoding a tensor makes: a codebook may outgrow its weight."""
+    """Elements of the largest array that decoding a tensor makes: a codebook may be larger than its weight."""
     return max([math.prod(shape), *(math.prod(part.shape) for part in parts)])
 
 
-def filler_for(numel: int, stored_bytes: int) -> int:
-    """Zero bytes a tensor's stream must be filled up with to keep the EXPANSION rule."""
+def count_filler(numel: int, stored_bytes: int) -> int:
+    """Zero bytes that a tensor's stream needs at its end to satisfy the EXPANSION rule."""
     return max(0, math.ceil(numel / EXPANSION) - stored_bytes)
 
 
 def check_row(row: TensorRow) -> None:
-    """Raises FormatError where `parse` would, so that no file is written that cannot be read."""
+    """Raises FormatError where `parse` would, so that every written file can be read."""
     _checked_row(_row_to_json(row))
 
 
@@ -92,7 +95,7 @@ def check_aliases(names: Collection[str], aliases: Mapping[str, object]) -> None
 
 
 def dump(schema: Schema) -> str:
-    """The schema as it stands in the container's metadata."""
+    """The schema as it is stored in the container's metadata."""
     document = {"tensors": [_row_to_json(row) for row in schema.tensors], "aliases": dict(schema.aliases)}
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
     if len(text) > MAX_JSON_BYTES:
@@ -103,7 +106,7 @@ def dump(schema: Schema) -> str:
 
 
 def parse(metadata: str) -> Schema:
-    """The inverse of `dump`, for text from anywhere."""
+    """The inverse of `dump`, for untrusted text."""
     envelope = _object(strict_json(metadata), "envelope", {"version", "crc", "schema"})
     if _integer(envelope["version"], "the file version") != VERSION:
         raise FormatError(f"file version {envelope['version']}, this reader knows version {VERSION}")
@@ -115,7 +118,7 @@ def parse(metadata: str) -> Schema:
     names: set[str] = set()
     for row in rows:
         if row.name in names:
-            raise FormatError(f"tensor {row.name!r} stands twice in the schema")
+            raise FormatError(f"tensor {row.name!r} appears twice in the schema")
         names.add(row.name)
     check_aliases(names, document["aliases"])
     return Schema(rows, document["aliases"])
@@ -139,7 +142,7 @@ def _inflate(field: object, crc: int) -> bytes:
 
 
 def strict_json(text: str | bytes) -> object:
-    """JSON from anywhere, in which no key may stand twice."""
+    """Untrusted JSON, in which no key may appear twice."""
     try:
         return json.loads(text, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
@@ -150,7 +153,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for key, value in pairs:
         if key in table:
-            raise FormatError(f"the key {_short(key)} stands twice in the metadata")
+            raise FormatError(f"the key {_short(key)} appears twice in the metadata")
         table[key] = value
     return table
 
@@ -184,7 +187,7 @@ def _row_to_json(row: TensorRow) -> dict[str, Any]:
 
 
 def _checked_row(item: object) -> TensorRow:
-    """One row, with every field's type and range checked, and the parts against each other."""
+    """One row: every field's type and range is checked, and the parts against each other."""
     fields = _object(
         item, "tensor row", {"name", "kind", "dtype", "shape", "parts", "crc"}, frozenset(_OPTIONAL)
     )
@@ -216,24 +219,29 @@ def _row(fields: dict[str, Any]) -> TensorRow:
     numel = largest_numel(row.shape, specs.values())
     if numel > EXPANSION * row.stored_bytes:
         raise FormatError(
-            f"claims {numel} numbers in {row.stored_bytes} bytes, allowed are {EXPANSION} a byte"
+            f"claims {numel} elements in {row.stored_bytes} bytes, allowed are {EXPANSION} per byte"
         )
-    check(row.kind, row.shape, DTYPES[row.dtype], row.transposed_groups, specs)
-    codes = math.prod(specs[THRESHOLDED[row.kind]].shape) if row.kind in THRESHOLDED else 0
-    if row.extra_zeros > codes:
-        raise FormatError(f"claims {row.extra_zeros} extra zeros among {codes} codes")
+    check(row.kind, Layout(row.shape, row.transposed_groups), DTYPES[row.dtype], specs)
+    _check_zeros(row, specs)
     _check_trellis(row)
     return row
 
 
+def _check_zeros(row: TensorRow, specs: Specs) -> None:
+    part = KINDS[row.kind].threshold_part
+    codes = 0 if part is None else math.prod(specs[part].shape)
+    if row.extra_zeros > codes:
+        raise FormatError(f"claims {row.extra_zeros} extra zeros among {codes} codes")
+
+
 def _check_trellis(row: TensorRow) -> None:
-    """A trellis has a known number of states, and is what the codes of its tensor, and no others, are coded by."""
+    """A trellis has a known number of states, and codes the path part of its tensor and no other."""
     if row.trellis not in (0, *MEMORY):
         raise FormatError(f"a trellis of {row.trellis} states, known are {', '.join(map(str, MEMORY))}")
     coded = [name for name, part in row.parts.items() if part.codec == TRELLIS]
-    expected = [name for name in row.parts if name in PATHS and row.trellis]
+    expected = [name for name in row.parts if name == KINDS[row.kind].path_part and row.trellis]
     if coded != expected or (row.trellis and not coded):
-        raise FormatError(f"{row.trellis} states, and {coded} coded along them, expected {expected}")
+        raise FormatError(f"{row.trellis} trellis states and {coded} coded as a path, expected {expected}")
 
 
 def _part(value: object) -> PartRow:
@@ -248,25 +256,25 @@ def _part(value: object) -> PartRow:
     count = math.prod(spec.shape)
     if (codec == RAW) == is_codes or (is_codes and not 1 <= bits <= MAX_STORED_BITS):
         raise FormatError(f"codec {codec!r} cannot hold {kind!r}")
-    expected = {RAW: raw_size(spec), PACKED: packed_bytes(count, bits)}.get(codec, part.stored_bytes)
+    expected = {RAW: raw_size(spec), PACKED: bit_string_bytes(count, bits)}.get(codec, part.stored_bytes)
     if part.stored_bytes != expected or (codec in (ANS, TRELLIS) and count == 0):
         raise FormatError(f"{part.stored_bytes} bytes for a {codec!r} part of shape {spec.shape}")
     return part
 
 
 def _short(value: object) -> str:
-    """What a hostile file holds, in no more words than an error has room for."""
+    """What a hostile file holds, shortened for an error message."""
     return reprlib.repr(value)
 
 
 def _is_text(value: object) -> bool:
-    """Whether a value is a string that can be written: JSON can smuggle in half a surrogate pair."""
+    """Whether a value is a string that can be written: JSON can hold half a surrogate pair."""
     return isinstance(value, str) and value.encode(errors="replace").decode() == value
 
 
 def _name(value: object) -> None:
     if not _is_text(value) or value in RESERVED:
-        raise FormatError(f"a tensor is called {_short(value)}: expected text other than {RESERVED}")
+        raise FormatError(f"a tensor is named {_short(value)}: expected text other than {RESERVED}")
 
 
 def _dtype_name(value: object) -> str:
@@ -285,7 +293,7 @@ def _shape(value: object) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
         raise FormatError(f"a shape is {_short(value)}, expected at most {MAX_DIMENSIONS} whole numbers")
     shape = tuple(_integer(size, "a dimension") for size in value)
-    # An empty tensor's other dimensions count too: torch multiplies them into strides.
+    # The other dimensions of an empty tensor count too: torch multiplies them into strides.
     if math.prod(max(size, 1) for size in shape) > _MAX_INT:
-        raise FormatError(f"a shape of {shape} has more than 2^48 numbers")
+        raise FormatError(f"a shape of {shape} has more than 2^48 elements")
     return shape

@@ -1,4 +1,4 @@
-"""What an entropy-coded stream begins with <-> bytes: all that a reader knows before the tables."""
+"""The header of an entropy-coded stream <-> bytes: what a reader knows before the tables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Header:
     column_classes: int
     split: int
     chunks: tuple[tuple[int, int], ...] = ()
-    """The models whose codes are chunks, ascending, and the length of each chunk."""
+    """The models whose codes are in chunks, ascending, and the length of each chunk."""
 
 
 def write_header(header: Header) -> bytes:
@@ -55,7 +55,7 @@ def read_header(data: bytes) -> tuple[Header, int]:
     total_bits = flags & _TOTAL_MASK
     if not MIN_TOTAL_BITS <= total_bits <= MAX_TOTAL_BITS or (flags & _SPLIT_FLAG and not split):
         raise FormatError(
-            f"an entropy coder's flags are {flags}, with a total of 2^{total_bits} and {split} parts"
+            f"an entropy coder's flags are {flags}, with a total of 2^{total_bits} and a split of {split}"
         )
     if (
         low + symbols > (32767 if flags & _WIDE_FLAG else 127)
@@ -72,7 +72,7 @@ def read_header(data: bytes) -> tuple[Header, int]:
 
 
 def _read_chunk_lengths(data: bytes, models: int) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Which models' codes are chunks and how long each is; and the bytes this took."""
+    """Which models' codes are in chunks and how long each is; and the bytes this took."""
     if len(data) < _CHUNKED.size:
         raise FormatError("an entropy-coded stream ends before its chunks are named")
     (named,) = _CHUNKED.unpack_from(data)

@@ -8,24 +8,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from factorpack.decoding import LAYOUTS, PartSpec
 from factorpack.errors import FormatError
 from factorpack.format import entropy, trellis_stream
-from factorpack.format.bitpack import pack, packed_bytes, unpack
+from factorpack.format.bitpack import bit_string_bytes, pack, unpack
+from factorpack.kinds import KINDS
+from factorpack.kinds.base import PartSpec
 from factorpack.quantize.uniform import code_range
 from factorpack.record import Encoded
-from factorpack.tiles import out_first_shape
 
 RAW, PACKED, ANS, TRELLIS = "raw", "packed", "ans", "trellis"
 CODECS = (RAW, PACKED, ANS, TRELLIS)
-PATHS = ("codes", "latent")
-"""Parts that may be paths through a trellis."""
 
 
 def encode_part(part: Tensor, bits: int, split: int = 0, states: int = 0) -> tuple[str, bytes]:
     """The codec and the bytes of a part; `bits` is 0 for a part that is not codes.
 
-    `split` and `states` are as `split_of` and `states_of` say.
+    `split` and `states` come from `split_of` and `states_of`.
     """
     if not bits:
         return RAW, raw_bytes(part)
@@ -33,7 +31,7 @@ def encode_part(part: Tensor, bits: int, split: int = 0, states: int = 0) -> tup
     _check_range(codes, bits)
     if states:
         return TRELLIS, trellis_stream.encode(codes, states, split)
-    fixed_bytes = packed_bytes(codes.size, bits)
+    fixed_bytes = bit_string_bytes(codes.size, bits)
     coded = entropy.encode(codes, split)
     if len(coded) < fixed_bytes:
         return ANS, coded
@@ -42,39 +40,27 @@ def encode_part(part: Tensor, bits: int, split: int = 0, states: int = 0) -> tup
 
 
 def estimated_part_bytes(part: Tensor, bits: int, split: int = 0, states: int = 0) -> int:
-    """About the length of `encode_part`'s bytes, at a part of its cost; for planners."""
+    """About the length of `encode_part`'s bytes, at a fraction of its cost; for planners."""
     if not bits:
         return part.numel() * part.dtype.itemsize
     if states:
         return trellis_stream.estimated_bytes(part.cpu().numpy(), states, split)
-    fixed_bytes = packed_bytes(part.numel(), bits)
+    fixed_bytes = bit_string_bytes(part.numel(), bits)
     return min(fixed_bytes, entropy.estimated_bytes(part.cpu().numpy(), split))
 
 
 def split_of(encoded: Encoded, name: str) -> int:
-    """How many output channels a part's columns divide into evenly, or 0.
-
-    Tiles that divide a filter make column j of a latent, or of indices, belong to one output channel, as
-    every column of a spatial latent does, and a channel's codes, of all latent rows, are more alike than a
-    latent row's.
-    """
-    axis = 0 if encoded.kind in LAYOUTS and name == "latent" else None
-    if encoded.kind == "codewords" and name == "indices":
-        axis = 1
-    if axis is None:
-        return 0
-    channels = out_first_shape(encoded.shape, encoded.transposed_groups)[0]
-    tile = encoded.parts["codebook"].shape[axis]
-    return channels if channels > 1 and (encoded.numel // channels) % tile == 0 else 0
+    """How many output channels a part's columns divide into evenly, or 0."""
+    return KINDS[encoded.kind].channel_split(encoded, name)
 
 
 def states_of(encoded: Encoded, name: str) -> int:
     """States of the trellis that a part's codes are a path through, or 0."""
-    return encoded.trellis if name in PATHS else 0
+    return encoded.trellis if name == KINDS[encoded.kind].path_part else 0
 
 
 def coded_bytes(encoded: Encoded) -> int:
-    """A weight's bytes in the file, but for its line in the schema."""
+    """About a weight's bytes in the file, without its row in the schema."""
     return sum(
         estimated_part_bytes(
             part, encoded.bits.get(name, 0), split_of(encoded, name), states_of(encoded, name)
@@ -113,9 +99,9 @@ def raw_size(spec: PartSpec) -> int:
 
 def raw_bytes(values: Tensor) -> bytes:
     """Little-endian bytes, row by row."""
-    whole = values.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # A single number counts as contiguous whatever its stride, but only stride 1 can be seen as bytes.
-    flat = whole.as_strided((whole.numel(),), (1,))
+    plain = values.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # A single element counts as contiguous whatever its stride, but only stride 1 can be viewed as bytes.
+    flat = plain.as_strided((plain.numel(),), (1,))
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 

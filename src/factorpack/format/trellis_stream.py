@@ -1,7 +1,7 @@
 """Codes that are a path through a trellis <-> bytes: indices, with models by class and by quantizer.
 
-A row's quantizers are known once the rows above are read, so a message goes row by row, the first row of
-every segment first. docs/format.md gives the layout.
+A row's quantizers are known once the rows above it are read. So a message goes row by row, beginning with
+the first row of every segment. docs/format.md gives the layout.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from factorpack.quantize.trellis import (
 )
 
 LEAST_ROWS, MOST_ROWS = 16, 1024
-"""Of a segment: more would take a reader many steps, fewer much memory in each."""
+"""Rows of a segment: with more a reader takes many steps, with fewer each step takes much memory."""
 _SEGMENT = struct.Struct("<H")
 
 
 def encode(codes: Codes, states: int, split: int = 0) -> bytes:
-    """Entropy codes a matrix, (r, n), whose view of `split` rows is a path; an error where it is none."""
-    levels = entropy.viewed(codes, split).astype(np.int32)
+    """Entropy codes a matrix, (r, n), whose view of `split` rows is a path; raises an error where it is not."""
+    levels = entropy.to_view(codes, split).astype(np.int32)
     segment = max(segment_rows(len(levels)), LEAST_ROWS)
     indices, quantizer = indices_of(levels, states, segment)
-    low, order, symbols = entropy.numbered(indices)
+    low, order, symbols = entropy.to_symbols(indices)
     quiet = quiet_columns(levels)
     plan, total_bits, _ = _best(symbols, len(order), quantizer, quiet)
-    whole = plan.tables(total_bits)
+    frequencies = plan.tables(total_bits)
     coder = constriction.stream.stack.AnsCoder()
     models = _models(plan.classing, slice(None), quantizer)
     for row in reversed(range(min(segment, len(levels)))):
@@ -50,25 +50,25 @@ def encode(codes: Codes, states: int, split: int = 0) -> bytes:
         at = picked.size
         for model in reversed(range(len(sizes))):
             own = picked[at - sizes[model] : at]
-            entropy.push(coder, symbols[row::segment].ravel()[own], whole[2][model])
+            entropy.push(coder, symbols[row::segment].ravel()[own], frequencies[2][model])
             at -= sizes[model]
-    entropy.push(coder, 2 * plan.classing.columns + ~quiet, whole[1][0])
-    entropy.push(coder, plan.classing.rows, whole[0][0])
-    header = Header(total_bits, low, len(order), whole[0].size, whole[1].size // 2, split)
+    entropy.push(coder, 2 * plan.classing.columns + ~quiet, frequencies[1][0])
+    entropy.push(coder, plan.classing.rows, frequencies[0][0])
+    header = Header(total_bits, low, len(order), frequencies[0].size, frequencies[1].size // 2, split)
     words: NDArray[np.uint32] = coder.get_compressed()
     return (
         write_header(header)
         + _SEGMENT.pack(segment)
-        + tables.write_tables(whole[:2], whole[2], total_bits)
+        + tables.write_tables(frequencies[:2], frequencies[2], total_bits)
         + words.astype("<u4").tobytes()
     )
 
 
 def estimated_bytes(codes: Codes, states: int, split: int = 0) -> int:
-    """Length of `encode`'s stream, within 16 bytes, without coding anything."""
-    levels = entropy.viewed(codes, split).astype(np.int32)
+    """Length of `encode`'s stream, within 16 bytes, without encoding anything."""
+    levels = entropy.to_view(codes, split).astype(np.int32)
     indices, quantizer = indices_of(levels, states, segment_rows(len(levels)))
-    low, order, symbols = entropy.numbered(indices)
+    low, order, symbols = entropy.to_symbols(indices)
     _, total_bits, bits = _best(symbols, len(order), quantizer, quiet_columns(levels))
     header = Header(total_bits, low, len(order), 1, 1, split)
     return len(write_header(header)) + _SEGMENT.size + int(bits) // 8 + 4
@@ -95,7 +95,7 @@ def decode(data: bytes, rows: int, columns: int, states: int) -> NDArray[np.int3
         header.symbols,
         header.total_bits,
     )
-    coder = entropy.coder_of(data[start + taken :])
+    coder = entropy.open_coder(data[start + taken :])
     height = header.split or rows
     row_class = entropy.pop(coder, height, of_rows)
     column = entropy.pop(coder, rows * columns // height, of_columns)
@@ -104,7 +104,7 @@ def decode(data: bytes, rows: int, columns: int, states: int) -> NDArray[np.int3
     levels = _pop_paths(coder, classing, quiet, models, order, states, segment)
     if not coder.is_empty():
         raise FormatError("an entropy-coded message is longer than its codes")
-    return entropy.unviewed(levels, header.split, rows)
+    return entropy.from_view(levels, header.split, rows)
 
 
 def _pop_paths(
@@ -144,7 +144,7 @@ def _models(classing: Classing, rows: slice, quantizer: NDArray[np.uint8]) -> ND
 
 
 def _by_model(models: NDArray[np.uint8]) -> tuple[Integers, list[int]]:
-    """Places of a row's entries in the order of their models, and how many each model has."""
+    """Positions of a row's entries sorted by model, and how many each model has."""
     return np.argsort(models.ravel(), kind="stable"), np.bincount(models.ravel()).tolist()
 
 
@@ -162,7 +162,7 @@ def _best(symbols: Symbols, size: int, quantizer: Integers, quiet: Flags) -> tup
 
 
 def _plans(symbols: Symbols, joint: Symbols, size: int, quiet: Flags) -> Iterator[entropy.Plan]:
-    """One class, and classes of rows and columns; each has a table for either quantizer."""
+    """One class, and classes of rows and columns; each has one table per quantizer."""
     both = fit_classes(symbols, 0.25 if symbols.size >= entropy.MANY_CODES else 0.5)
     for classing in (one_class(*symbols.shape), both):
         counts = class_counts(joint, classing, 2 * size).reshape(-1, size)

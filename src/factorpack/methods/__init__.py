@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from factorpack.methods.abcnet import ABCNet
 from factorpack.methods.aq import AQ
-from factorpack.methods.base import Method, from_fields
 from factorpack.methods.bgd import BGD
 from factorpack.methods.keep import Keep
 from factorpack.methods.lsq import LSQ
+from factorpack.methods.method import Method, from_fields
 from factorpack.methods.nncodec import NNCodec
 from factorpack.methods.pqf import PQF
 from factorpack.methods.prune import Prune

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from factorpack.decoding import level_range
 from factorpack.errors import PlanError
-from factorpack.methods.base import Method
+from factorpack.kinds.levels import level_range
 from factorpack.methods.keep import Keep
+from factorpack.methods.method import Method
 from factorpack.methods.settings import check_type
 from factorpack.quantize.uniform import storable
 from factorpack.record import Encoded

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 
 from factorpack.errors import PlanError
-from factorpack.methods.base import Method
 from factorpack.methods.codeword_tiles import check_settings, cut, tile_of
+from factorpack.methods.method import Method
 from factorpack.methods.settings import check_type, powers_of_two
 from factorpack.record import Encoded
 from factorpack.solve.additive import additive, with_best_codes

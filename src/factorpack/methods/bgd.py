@@ -10,7 +10,6 @@ from typing import ClassVar, Literal
 import torch
 
 from factorpack.errors import PlanError
-from factorpack.methods.base import Method
 from factorpack.methods.codeword_tiles import (
     CLASSIFIER_CODEWORDS,
     CLASSIFIER_TILE,
@@ -22,6 +21,7 @@ from factorpack.methods.codeword_tiles import (
     cut,
     tile_of,
 )
+from factorpack.methods.method import Method
 from factorpack.methods.settings import check_type
 from factorpack.methods.vq import VQ
 from factorpack.record import Encoded, LayerMoments

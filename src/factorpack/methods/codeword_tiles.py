@@ -10,9 +10,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from factorpack.decoding import index_bits
 from factorpack.errors import PlanError
-from factorpack.methods.base import Method
+from factorpack.kinds.codewords import index_bits
+from factorpack.methods.method import Method
 from factorpack.methods.scalar import Scalar
 from factorpack.methods.settings import check_type, powers_of_two
 from factorpack.quantize.uniform import MAX_STORED_BITS, code_dtype, storable_values

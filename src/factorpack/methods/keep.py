@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError, WeightError
-from factorpack.methods.base import Method
+from factorpack.methods.method import Method
 from factorpack.record import DTYPES, Encoded
 from factorpack.weight import Weight
 

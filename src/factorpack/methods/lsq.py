@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from factorpack.errors import PlanError
-from factorpack.methods.base import Method
+from factorpack.methods.method import Method
 from factorpack.methods.settings import check_type
 from factorpack.quantize.uniform import MAX_BITS, code_range, storable, to_codes
 from factorpack.record import Encoded

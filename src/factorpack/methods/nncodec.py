@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.methods.base import Method
+from factorpack.methods.method import Method
 from factorpack.methods.second_order import encode_at
 from factorpack.methods.settings import check_type, geometric
 from factorpack.record import Encoded

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from factorpack.errors import PlanError
-from factorpack.methods.base import Method
+from factorpack.methods.method import Method
 from factorpack.methods.settings import check_type, geometric
 from factorpack.quantize.uniform import check_bits, fit_scale, to_codes
 from factorpack.record import Encoded

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.methods.base import EXCERPT_VALUES, Method
+from factorpack.methods.method import EXCERPT_VALUES, Method
 from factorpack.methods.scalar import Scalar
 from factorpack.methods.settings import build_settings, check_type
 from factorpack.quantize.uniform import Clip, check_bits, fit_scale, from_codes, to_codes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from factorpack.errors import PlanError
-from factorpack.methods.base import Method
+from factorpack.methods.method import Method
 from factorpack.methods.settings import check_type
 from factorpack.quantize.uniform import Clip, check_bits, fit_scale, to_codes
 from factorpack.record import Encoded

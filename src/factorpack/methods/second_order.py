@@ -12,7 +12,7 @@ from torch import Tensor
 
 from factorpack.errors import PlanError
 from factorpack.format.streams import coded_bytes
-from factorpack.methods.base import Method
+from factorpack.methods.method import Method
 from factorpack.methods.settings import check_type
 from factorpack.quantize.trellis import MEMORY, SHORTEST
 from factorpack.quantize.uniform import (

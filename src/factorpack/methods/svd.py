@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.methods.base import Method
+from factorpack.methods.method import Method
 from factorpack.methods.qspca import factor_parts
 from factorpack.methods.scalar import Scalar
 from factorpack.methods.settings import check_type, geometric

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.methods.base import Method
 from factorpack.methods.keep import Keep
+from factorpack.methods.method import Method
 from factorpack.methods.settings import check_type
 from factorpack.quantize.uniform import storable
 from factorpack.record import Encoded

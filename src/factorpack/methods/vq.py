@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import torch
 
-from factorpack.methods.base import Method
 from factorpack.methods.codeword_tiles import (
     CLASSIFIER_CODEWORDS,
     CLASSIFIER_TILE,
@@ -19,6 +18,7 @@ from factorpack.methods.codeword_tiles import (
     cut,
     tile_of,
 )
+from factorpack.methods.method import Method
 from factorpack.record import Encoded
 from factorpack.solve.kmeans import kmeans, spread
 from factorpack.weight import Weight

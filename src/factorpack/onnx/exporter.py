@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from factorpack.errors import PlanError, SourceError
 from factorpack.format.atomic import atomic_write
 from factorpack.format.overwrite import check_output
+from factorpack.kinds import KINDS
 from factorpack.onnx.proto import optimised, pack_initialisers, strip_traces
+from factorpack.onnx.writers import WRITERS
 from factorpack.packed import Packed
 
 LEAST_OPSET = 18
@@ -30,11 +32,16 @@ _NEEDED = ("onnx", "onnxscript")
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an export made: `rebuilt` names the weights stored packed, `absent` those the graph lacks."""
+    """What an export made.
+
+    `rebuilt` names the tensors stored packed, `absent` the coded weights that the graph lacks, and `plain` those
+    of a kind that no graph rebuilds: they are stored as plain values.
+    """
 
     bytes: int
     rebuilt: tuple[str, ...]
     absent: tuple[str, ...]
+    plain: tuple[str, ...] = ()
 
 
 def export(
@@ -69,8 +76,10 @@ def export(
     with atomic_write(Path(path)) as file:
         file.write(proto.SerializeToString())
     there = {packed.aliases.get(name, name) for name in rebuilt}
-    weights = [name for name, encoded in packed.items() if encoded.kind not in ("keep", "constant")]
-    return Exported(size, rebuilt, tuple(name for name in weights if name not in there))
+    coded = {name: encoded.kind for name, encoded in packed.items() if KINDS[encoded.kind].is_coded}
+    plain = tuple(name for name, kind in coded.items() if kind not in WRITERS)
+    absent = tuple(name for name in coded if name not in there and name not in plain)
+    return Exported(size, rebuilt, absent, plain)
 
 
 def _expect_onnx() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from factorpack.onnx.widths import split
-from factorpack.size import code_width
+from factorpack.quantize.uniform import code_width
 
 INT4_OPSET = 21
 """The first opset whose tensors may hold 4-bit integers."""

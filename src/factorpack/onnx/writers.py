@@ -6,20 +6,24 @@ from collections.abc import Callable
 
 import torch
 
-from factorpack.decoding import codeword_indices, level_range
+from factorpack.kinds import KINDS
+from factorpack.kinds.codewords import codeword_indices
+from factorpack.kinds.levels import level_range
 from factorpack.onnx.sketch import TYPES, Sketch, Type
 from factorpack.record import Encoded
-from factorpack.tiles import out_first_shape, spatial_shape, tile_count
 
 _LITTLE_BYTES = 64
 """Plain values of no more bytes than this stay plain: the nodes that would rebuild them take as much."""
 
 
 def saves(encoded: Encoded, wanted: Type) -> bool:
-    """Whether nodes that rebuild a tensor of a graph's type take less than its numbers as they are."""
-    if encoded.kind not in ("keep", "constant"):
+    """Whether nodes can rebuild a tensor of a graph's type, and take less than its plain values."""
+    if encoded.kind not in WRITERS:
+        return False
+    kind = KINDS[encoded.kind]
+    if kind.is_coded:
         return True
-    if encoded.kind == "keep" and (encoded.parts["values"].dtype.itemsize >= _item_bytes(wanted)):
+    if kind.is_raw and (encoded.parts["values"].dtype.itemsize >= _item_bytes(wanted)):
         return False
     return encoded.numel * _item_bytes(wanted) > _LITTLE_BYTES
 
@@ -28,7 +32,7 @@ def rebuild(sketch: Sketch, encoded: Encoded, wanted: Type, name: str) -> None:
     """Adds the nodes whose last one gives the weight, in the graph's type, under `name`."""
     value = WRITERS[encoded.kind](sketch, encoded)
     found = Type.FLOAT
-    if encoded.kind in ("keep", "constant"):
+    if not KINDS[encoded.kind].is_coded:
         found = TYPES[next(iter(encoded.parts.values())).dtype]
     elif encoded.dtype.itemsize < 4:
         limit = torch.finfo(encoded.dtype).max
@@ -48,7 +52,7 @@ def factors(sketch: Sketch, encoded: Encoded) -> str:
 
 
 def spatial(sketch: Sketch, encoded: Encoded) -> str:
-    outputs, inputs, height, width = spatial_shape(encoded.shape, encoded.transposed_groups)
+    outputs, inputs, height, width = encoded.layout.spatial_shape
     channels = sketch.reshape(_product(sketch, encoded), (inputs, height, outputs, width))
     return _from_out_first(sketch, sketch.add("Transpose", channels, perm=(2, 0, 1, 3)), encoded)
 
@@ -94,12 +98,13 @@ def constant(sketch: Sketch, encoded: Encoded) -> str:
 WRITERS: dict[str, Callable[[Sketch, Encoded], str]] = {
     "factors": factors,
     "spatial": spatial,
-    "codewords": codewords,
     "scalar": scalar,
     "levels": levels,
+    "codewords": codewords,
     "keep": keep,
     "constant": constant,
 }
+"""Kinds that a graph can rebuild. A tensor of any other kind stays plain values in the graph."""
 
 
 def _product(sketch: Sketch, encoded: Encoded) -> str:
@@ -122,7 +127,7 @@ def _shifted(sketch: Sketch, codes: torch.Tensor, offsets: torch.Tensor) -> str:
 
 def _from_tiles(sketch: Sketch, tiles: str, tile: int, encoded: Encoded) -> str:
     """Tiles as rows (n, tile) -> the weight; the last tile may be longer than what is left of it."""
-    count = tile_count(encoded.numel, tile) * tile
+    count = encoded.layout.tile_count(tile) * tile
     if count != encoded.numel:
         tiles = sketch.first(sketch.reshape(tiles, (-1,)), count, encoded.numel)
     return _from_out_first(sketch, tiles, encoded)
@@ -130,9 +135,9 @@ def _from_tiles(sketch: Sketch, tiles: str, tile: int, encoded: Encoded) -> str:
 
 def _from_out_first(sketch: Sketch, value: str, encoded: Encoded) -> str:
     """Numbers in the order out, in, h, w -> the weight."""
-    groups, shape = encoded.transposed_groups, encoded.shape
+    groups, shape = encoded.layout.transposed_groups, encoded.shape
     if groups:
-        outputs, *rest = out_first_shape(shape, groups)
+        outputs, *rest = encoded.layout.out_first_shape
         split = sketch.reshape(value, (groups, outputs // groups, *rest))  # (g, out/g, in/g, ...)
         value = sketch.add("Transpose", split, perm=(0, 2, 1, *range(3, len(shape) + 1)))
     return sketch.reshape(value, shape)

@@ -39,6 +39,15 @@ def code_range(bits: int) -> tuple[int, int]:
     return -(1 << (bits - 1)), (1 << (bits - 1)) - 1
 
 
+def code_width(low: int, high: int) -> int:
+    """Bits that signed codes from `low` to `high` need.
+
+    >>> code_width(-4, 3)
+    3
+    """
+    return 1 + max(value.bit_length() for value in (max(high, 0), -min(low, -1) - 1))
+
+
 def code_dtype(bits: int) -> torch.dtype:
     """The type codes of a width are held in."""
     return torch.int8 if bits <= 8 else torch.int16

@@ -1,4 +1,4 @@
-"""Does a packed file still stand for the weights it was made from?"""
+"""Does a packed file still represent the weights it was made from?"""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from factorpack.decoding import decode
+from factorpack.kinds import KINDS
 from factorpack.packed import Packed
 from factorpack.record import Encoded
 from factorpack.source import Checkpoint, Source, open_source
@@ -16,12 +17,12 @@ from factorpack.source import Checkpoint, Source, open_source
 BINS = 41
 """Bins of an error histogram: an odd number, so that the middle one lies around zero."""
 BIN_WIDTH = 0.05
-"""Of such a bin, in standard deviations of the original weight."""
+"""Width of such a bin, in standard deviations of the original weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorCheck:
-    """How far a decoded tensor is from the original; `problem` is empty where all is well."""
+    """How far a decoded tensor is from the original; `problem` is empty where there is none."""
 
     name: str
     relative_error: float
@@ -29,9 +30,9 @@ class TensorCheck:
     largest_error: float
     problem: str = ""
     norm: float = 0.0
-    """||W||, where there was something to compare with."""
+    """||W||, where there was an original to compare with."""
     histogram: tuple[int, ...] = ()
-    """How many numbers erred by how much, see `error_histogram`; empty where it was not asked for."""
+    """Counts of elements by error, see `error_histogram`; empty where it was not requested."""
 
 
 def verify(
@@ -58,15 +59,15 @@ def _names(source: Source) -> dict[str, str]:
 
 
 def error_histogram(original: Tensor, difference: Tensor) -> tuple[int, ...]:
-    """Errors counted in BINS bins around zero; what lies beyond them is in the outermost two.
+    """Errors counted in BINS bins around zero; the outermost two include all larger errors.
 
-    Empty where errors have no unit or no size: a weight without spread, or numbers that are not finite.
+    Empty where errors have no unit or are not finite: a weight whose elements are all equal, or NaN.
     """
-    spread = float(original.double().std(correction=0)) if original.numel() else 0.0
-    if not 0.0 < spread < float("inf") or not difference.isfinite().all():
+    deviation = float(original.double().std(correction=0)) if original.numel() else 0.0
+    if not 0.0 < deviation < float("inf") or not difference.isfinite().all():
         return ()
     half = BINS // 2
-    places = (difference.double() / (BIN_WIDTH * spread)).round().clamp(-half, half).long() + half
+    places = (difference.double() / (BIN_WIDTH * deviation)).round().clamp(-half, half).long() + half
     return tuple(torch.bincount(places.flatten(), minlength=BINS).tolist())
 
 
@@ -74,14 +75,14 @@ def _compare(name: str, weight: Tensor, original: Tensor, encoded: Encoded, hist
     if weight.shape != original.shape or weight.dtype != original.dtype:
         found, expected = (f"{value.dtype} {tuple(value.shape)}" for value in (weight, original))
         return TensorCheck(name, 0.0, 0.0, f"is {found}, the original {expected}")
-    if encoded.kind == "keep" and encoded.parts["values"].dtype == original.dtype:
+    if KINDS[encoded.kind].is_raw and encoded.parts["values"].dtype == original.dtype:
         same = _bits(weight).equal(_bits(original))
         return TensorCheck(name, 0.0, 0.0, "" if same else "kept raw, yet differs")
     difference = weight.double() - original.double()
     norm, lost = float(original.double().norm()), float(difference.norm())
     relative = lost / norm if norm else (float("inf") if lost else 0.0)
     largest = float(difference.abs().max()) if difference.numel() else 0.0
-    # Worse than storing nothing at all: no method does that to the weights it was given.
+    # Worse than storing zeros: no method does that.
     problem = "unrelated to the original" if relative > 1.0 else ""
     counts = error_histogram(original, difference) if histograms else ()
     return TensorCheck(name, relative, largest, problem, norm, counts)

@@ -1,4 +1,4 @@
-"""What a report says of a packed file: plain numbers and words, gathered before anything is drawn."""
+"""What a report says about a packed file: plain values and text, gathered before anything is drawn."""
 
 from __future__ import annotations
 
@@ -10,25 +10,16 @@ from pathlib import Path
 import numpy as np
 
 from factorpack.budget.curves import Curve
-from factorpack.budget.norms import FOLDED
+from factorpack.budget.norms import folded_norms
 from factorpack.errors import PlanError
+from factorpack.kinds import KINDS
 from factorpack.packed import Packed
 from factorpack.report.differences import TensorCheck, verify
 from factorpack.report.name_groups import groups_of
 from factorpack.report.text import printable
-from factorpack.size import TensorSize, zero_share
+from factorpack.size import TensorSize
 from factorpack.source import Checkpoint
 
-KINDS = {
-    "factors": "quantized factors",
-    "spatial": "low-rank filters",
-    "scalar": "a code a weight",
-    "levels": "levels",
-    "codewords": "codewords",
-    "keep": "kept as they are",
-    "constant": "one value",
-}
-"""What a kind is called on the page."""
 ITEMS = {
     "latent": "codes",
     "codebook": "codebooks",
@@ -40,8 +31,6 @@ ITEMS = {
 }
 """What a stream is called on the page."""
 _LEAST_LOSS = 1e-12
-UNCODED = ("keep", "constant")
-"""Kinds that are no codes: a weight error over all weights leaves them out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +47,7 @@ class TensorFacts:
     bytes: int
     stored_bytes: Mapping[str, int]
     bits: float
-    """Stored bits a number; the tensor's share of the file's header is not counted."""
+    """Stored bits per weight, without the tensor's share of the file's header."""
     zeros: float | None
     error: float | None = None
     """||W - W'|| / ||W||."""
@@ -69,7 +58,7 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class CurveFacts:
-    """What a weight would cost and lose at other sizes; `here` is its size in this file."""
+    """What a weight would cost and lose at other sizes; `here` is its bits per weight in this file."""
 
     name: str
     bits: tuple[float, ...]
@@ -91,7 +80,10 @@ class PointFacts:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonFacts:
-    """Methods at several sizes. `measure` says what a point's value is: a share, of right answers or lost energy."""
+    """Methods at several sizes.
+
+    `measure` says what a point's value is: the share of correct predictions, or of lost energy.
+    """
 
     title: str
     measure: str
@@ -122,7 +114,7 @@ class Facts:
 
     @property
     def bits(self) -> float:
-        """Of the whole file, headers included, a number."""
+        """Bits per weight of the whole file, headers included."""
         return 8 * self.file_bytes / max(self.numbers, 1)
 
 
@@ -132,17 +124,26 @@ def gather(
     curves: Mapping[str, Curve] | None = None,
     comparisons: Sequence[ComparisonFacts] = (),
 ) -> Facts:
-    """Reads a packed file through, tensor by tensor, and the original beside it where there is one."""
+    """Reads a packed file tensor by tensor, and compares it with the original where there is one."""
     report, path = packed.size(), packed.path
     if path is None or report.file_bytes is None:
-        raise PlanError("a report is of a file: save the packed model first")
+        raise PlanError("a report describes a file: save the packed model first")
     groups = groups_of({line.name: line.bytes for line in report.tensors})
     checks = {}
     if original is not None:
         checks = {check.name: check for check in verify(packed, original, histograms=True)}
-    coded = [checks[line.name] for line in report.tensors if line.name in checks and line.kind not in UNCODED]
+    coded = [
+        checks[line.name] for line in report.tensors if line.name in checks and KINDS[line.kind].is_coded
+    ]
+    folded = folded_norms(packed)
     tensors = tuple(
-        _tensor(line, groups[line.name], zero_share(packed[line.name]), checks.get(line.name))
+        _tensor(
+            line,
+            groups[line.name],
+            KINDS[line.kind].zero_share(packed[line.name]),
+            checks.get(line.name),
+            line.name in folded,
+        )
         for line in report.tensors
     )
     return Facts(
@@ -153,17 +154,19 @@ def gather(
         numbers=sum(math.prod(line.shape) for line in report.tensors),
         tensors=tensors,
         aliases=len(packed.aliases),
-        error=_together(coded),
+        error=_joint_error(coded),
         curves=_curves(curves, {line.name: line for line in report.tensors}) if curves is not None else (),
         comparisons=tuple(comparisons),
     )
 
 
-def _tensor(line: TensorSize, group: str, zeros: float | None, check: TensorCheck | None) -> TensorFacts:
+def _tensor(
+    line: TensorSize, group: str, zeros: float | None, check: TensorCheck | None, is_folded: bool
+) -> TensorFacts:
     stored = {item: count for item, count in (line.stored_bytes or {}).items() if count}
     compared = check if check is not None and (check.norm or not check.problem) else None
-    # A folded norm computes the same with other numbers: its error is told, and is no problem.
-    folded = line.kind in UNCODED and line.note.startswith(FOLDED) and compared is not None
+    # A folded norm computes the same with other values: its error is reported, and is no problem.
+    excused = is_folded and not KINDS[line.kind].is_coded and compared is not None
     return TensorFacts(
         name=printable(line.name),
         group=printable(group),
@@ -179,7 +182,7 @@ def _tensor(line: TensorSize, group: str, zeros: float | None, check: TensorChec
         error=compared.relative_error if compared else None,
         largest_error=compared.largest_error if compared else None,
         histogram=check.histogram if check else (),
-        problem=printable(check.problem) if check and not folded else "",
+        problem=printable(check.problem) if check and not excused else "",
     )
 
 
@@ -188,8 +191,8 @@ def _coded_bits(line: TensorSize) -> float:
     return 8 * (line.bytes - header) / max(math.prod(line.shape), 1)
 
 
-def _together(checks: Sequence[TensorCheck]) -> float | None:
-    """The relative error of all weights as one long vector; None where there is nothing to compare."""
+def _joint_error(checks: Sequence[TensorCheck]) -> float | None:
+    """The relative error of all weights as one vector; None where there is nothing to compare."""
     energy = sum(check.norm**2 for check in checks)
     lost = sum((check.relative_error * check.norm) ** 2 for check in checks if check.norm)
     return math.sqrt(lost / energy) if energy else None
@@ -198,7 +201,7 @@ def _together(checks: Sequence[TensorCheck]) -> float | None:
 def _curves(curves: Mapping[str, Curve], lines: Mapping[str, TensorSize]) -> tuple[CurveFacts, ...]:
     known = {name: curve for name, curve in curves.items() if name in lines}
     if not known:
-        raise PlanError("the curves are of another model: no weight of the file has one")
+        raise PlanError("the curves belong to another model: no weight of the file has one")
     return tuple(_curve(name, curve, lines[name]) for name, curve in known.items())
 
 
@@ -207,13 +210,13 @@ def _curve(name: str, curve: Curve, line: TensorSize) -> CurveFacts:
     numbers = [curve.numel, *curve.bytes, *curve.losses]
     if ends[0] != ends[1] or not ends[0] or not all(map(_is_number, numbers)) or curve.numel <= 0:
         raise PlanError(
-            f"the curve of {name!r} has {ends} bytes and losses, expected as many numbers of each"
+            f"the curve of {name!r} has {ends} bytes and losses, expected the same count of finite numbers"
         )
     pairs = sorted(zip(curve.bytes, curve.losses, strict=True))
     bits = tuple(8 * count / curve.numel for count, _ in pairs)
     losses = tuple(max(loss, 0.0) for _, loss in pairs)
     here = _coded_bits(line)
-    # Straight in the logarithm, as curves are drawn.
+    # Linear in the logarithm, as curves are drawn.
     loss_here = np.exp(np.interp(here, bits, np.log(np.maximum(losses, _LEAST_LOSS))))
     return CurveFacts(printable(name), bits, losses, here, float(loss_here))
 

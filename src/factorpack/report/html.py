@@ -20,8 +20,9 @@ from string import Template
 from typing import Any
 
 from factorpack.format.atomic import atomic_write
+from factorpack.kinds import KINDS
 from factorpack.report.differences import BIN_WIDTH
-from factorpack.report.facts import ITEMS, KINDS, Facts
+from factorpack.report.facts import ITEMS, Facts
 from factorpack.report.text import human_bytes
 
 SCRIPTS = ("dom", "tooltip", "treemap", "streams", "layer", "chart", "curves", "pareto", "table", "main")
@@ -70,7 +71,7 @@ def sentence(facts: Facts) -> str:
 
 def big_numbers(facts: Facts) -> list[tuple[str, str, str]]:
     """Four numbers to remember: what it is, the number, and what to hold it against."""
-    coded = sum(tensor.kind != "keep" for tensor in facts.tensors)
+    coded = sum(not KINDS[tensor.kind].is_raw for tensor in facts.tensors)
     if facts.error is not None:
         last = ("weight error", f"{facts.error:.2%}".replace("%", " %"), "of the coded weights, in norm")
     else:
@@ -99,7 +100,12 @@ def as_data(value: Any) -> str:
 
 
 def _document(facts: Facts) -> dict[str, Any]:
-    return {**asdict(facts), "kinds": KINDS, "items": ITEMS, "bin_width": BIN_WIDTH}
+    return {
+        **asdict(facts),
+        "kinds": {name: kind.title for name, kind in KINDS.items()},
+        "items": ITEMS,
+        "bin_width": BIN_WIDTH,
+    }
 
 
 def _rounded(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A packed model put into the user's: which layer holds what, and the report of it."""
+"""Puts a packed model into the user's model: which layer holds what, and a report about it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from factorpack.decoding import decode, decode_into
 from factorpack.errors import PlanError
+from factorpack.kinds import KINDS
 from factorpack.record import Encoded, weight_of
 from factorpack.runtime.choose import choose
 from factorpack.runtime.factored import FACTORED, why_not_factored
 from factorpack.runtime.packed_layers import PACKED, PackedLayer, hold_packed
-from factorpack.runtime.packed_weight import CODED, PackedWeight
-from factorpack.runtime.timing import timed
+from factorpack.runtime.packed_weight import PackedWeight
+from factorpack.runtime.timing import time_layers
 
 Mode = Literal["dense", "packed", "factored", "auto"]
 MODES: tuple[str, ...] = get_args(Mode)
@@ -29,9 +30,9 @@ class LayerReport:
     name: str
     mode: str
     note: str = ""
-    """Why it is not the mode that was asked for, where it is not."""
+    """Why it does not have the requested mode, where it does not."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """What "auto" measured, by mode, for all the times the layer runs on the example."""
+    """What "auto" measured, by mode, summed over all runs of the layer on the example."""
 
     def __str__(self) -> str:
         times = ", ".join(f"{mode} {1e3 * seconds:.2f} ms" for mode, seconds in self.seconds.items())
@@ -40,7 +41,7 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A model that runs on a packed file, and how each coded weight of it does."""
+    """A model that runs on a packed file, and how each of its coded weights is held."""
 
     model: nn.Module
     layers: tuple[LayerReport, ...]
@@ -55,14 +56,14 @@ class Applied:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A layer that could hold its weight packed, and the classes that it could then have."""
+    """A layer that could hold its weight packed, and the classes it could then have."""
 
     name: str
     layer: nn.Module
     weight: PackedWeight
     classes: Mapping[str, type[PackedLayer]]
     note: str
-    """Why it is not factored, where that was wished for."""
+    """Why it is not factored, where that was requested."""
 
 
 def apply(
@@ -73,7 +74,7 @@ def apply(
     run_example: Callable[[], object] | None,
     slack: float,
 ) -> Applied:
-    """Fills a model whose names and shapes fit `tensors`, and makes its layers what `mode` says."""
+    """Fills a model whose names and shapes fit `tensors`, and converts its layers as `mode` says."""
     if mode not in MODES:
         raise PlanError(f"mode {mode!r}, known are {', '.join(MODES)}")
     if mode == "auto" and run_example is None:
@@ -86,11 +87,12 @@ def apply(
     reports: list[LayerReport] = []
     for target, encoded in tensors:
         names = [target, *(alias for alias, tied in aliases.items() if tied == target)]
-        held = [name for name in names if name in holders] if encoded.kind in CODED else []
+        is_coded = KINDS[encoded.kind].is_coded
+        held = [name for name in names if name in holders] if is_coded else []
         candidates += _candidates({name: holders[name] for name in held}, encoded, mode)
         plain = names if mode == "auto" else [name for name in names if name not in held]
         _fill({id(targets[name]): targets[name] for name in plain}.values(), encoded)
-        if encoded.kind in CODED and not held:
+        if is_coded and not held:
             note = "" if mode == "dense" else "no layer of a class that can be packed holds it"
             reports.append(LayerReport(target, "dense", note))
     return Applied(model, (*_settle(candidates, mode, run_example, slack), *reports))
@@ -103,7 +105,7 @@ def resident_bytes(model: nn.Module) -> int:
 
 
 def _holders(model: nn.Module) -> dict[str, nn.Module]:
-    """Layers that can be packed, under the name of their weight, or each of its names."""
+    """Layers that can be packed, under every name of their weight."""
     return {
         weight_of(name): module
         for name, module in model.named_modules(remove_duplicate=False)
@@ -112,7 +114,7 @@ def _holders(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _candidates(layers: Mapping[str, nn.Module], encoded: Encoded, mode: str) -> Iterator[Candidate]:
-    """One for each layer; those that are tied share the codes."""
+    """One per layer; tied layers share the codes."""
     shared: PackedWeight | None = None
     seen: set[nn.Module] = set()
     for name, layer in layers.items():
@@ -131,11 +133,11 @@ def _candidates(layers: Mapping[str, nn.Module], encoded: Encoded, mode: str) ->
 def _settle(
     candidates: list[Candidate], mode: str, run_example: Callable[[], object] | None, slack: float
 ) -> Iterator[LayerReport]:
-    """Turns each candidate's layer into what was asked for, or what measuring chose."""
+    """Converts each candidate's layer as requested, or as the measurement chose."""
     measured: Mapping[nn.Module, Mapping[str, float]] = {}
     fitting: Mapping[nn.Module, str] = {}
     if mode == "auto" and run_example is not None:
-        measured = timed({each.layer: (each.weight, each.classes) for each in candidates}, run_example)
+        measured = time_layers({each.layer: (each.weight, each.classes) for each in candidates}, run_example)
         saved = {each.layer: _saved_bytes(each) for each in candidates}
         fitting = choose(measured, saved, slack)
     for each in candidates:
@@ -158,7 +160,7 @@ def _saved_bytes(candidate: Candidate) -> int:
 
 
 def _fill(targets: Iterable[Tensor], encoded: Encoded) -> None:
-    """Decodes into tensors of a model: where they lie, unless that is another device or not in order."""
+    """Decodes into tensors of a model: in place, unless they are on another device or not contiguous."""
     with torch.no_grad():
         for target in targets:
             if target.device.type == "cpu" and target.is_contiguous():

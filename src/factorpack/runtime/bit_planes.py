@@ -1,8 +1,8 @@
-"""Codes of any width in bytes, and the operator that gives them back.
+"""Codes of any width in bytes, and the operator that unpacks them.
 
 A file's bit string suits a reader that goes from front to back. Here the bits of a code are cut into planes
-of 8, 4, 2 or 1 bits, and the numbers of a plane lie a stride apart: all that share a place in their bytes
-come out of one shift, next to each other.
+of 8, 4, 2 or 1 bits. The fields of a byte are a stride apart in the plane, so that one shift unpacks a
+contiguous run of codes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def planes(bits: int) -> tuple[int, ...]:
     return (*widths, *(width for width in (4, 2, 1) if bits % 8 & width))
 
 
-def packed_bytes(count: int, bits: int) -> int:
+def bit_plane_bytes(count: int, bits: int) -> int:
     """What `pack_codes` makes of `count` codes."""
     return sum(_plane_bytes(count, width) for width in planes(bits))
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Signed codes of any shape, int8 or beyond 8 bits int16 -> bytes, in the order in which the codes lie."""
+    """Signed codes of any shape, int8 or, above 8 bits, int16 -> bytes, in memory order."""
     flat = codes.reshape(-1)
     flat = flat.view(torch.uint8) if flat.dtype == torch.int8 else flat
     packed, shift = [], 0
@@ -48,28 +48,28 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_reference(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse of `pack_codes`, in plain torch: (count,), int8 or beyond 8 bits int16."""
+    """The inverse of `pack_codes`, in plain torch: (count,), int8 or, above 8 bits, int16."""
     return _joined(packed, bits, count, lambda plane, width: _plane(plane, width, count))
 
 
 def unpack_range(packed: Tensor, bits: int, count: int, start: int, stop: int) -> Tensor:
-    """Codes from `start` to before `stop` of `count`, none of the others being unpacked: (stop - start,)."""
+    """Codes `start` to `stop` - 1 of `count`, without unpacking the others: (stop - start,)."""
     return _joined(packed, bits, count, lambda plane, width: _plane_range(plane, width, start, stop))
 
 
 def unpack_at(packed: Tensor, bits: int, count: int, places: Tensor) -> Tensor:
-    """Codes at some places from 0 to `count` - 1, of any shape, none of the others being unpacked."""
+    """Codes at positions from 0 to `count` - 1, of any shape, without unpacking the others."""
     return _joined(packed, bits, count, lambda plane, width: _plane_at(plane, width, places))
 
 
-def _joined(packed: Tensor, bits: int, count: int, numbers_of: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Signed codes of what `numbers_of` takes from each plane, given its width."""
+def _joined(packed: Tensor, bits: int, count: int, fields_of: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Signed codes from the fields that `fields_of` takes from each plane, given its width."""
     dtype = code_dtype(bits)
     total: Tensor | None = None
     start = shift = 0
     for width in planes(bits):
         size = _plane_bytes(count, width)
-        numbers = numbers_of(packed[start : start + size], width)
+        numbers = fields_of(packed[start : start + size], width)
         if dtype != torch.int8:
             numbers = numbers.to(dtype)
         total = numbers << shift if total is None else total.bitwise_or_(numbers << shift)
@@ -84,7 +84,7 @@ def _joined(packed: Tensor, bits: int, count: int, numbers_of: Callable[[Tensor,
 
 @torch.library.custom_op("factorpack::unpack_codes", mutates_args=())
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
-    """`unpack_reference` as one operator: a compiler neither looks inside nor folds the codes to weights."""
+    """`unpack_reference` as one operator: a compiler neither inlines it nor folds the codes into weights."""
     return unpack_reference(packed, bits, count)
 
 

@@ -1,4 +1,4 @@
-"""Which way each layer takes in "auto", from what was measured."""
+"""Chooses how each layer runs in mode "auto", from what was measured."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import TypeVar
 
 Layer = TypeVar("Layer")
 MARGIN = 0.1
-"""The share by which another way must be faster than dense."""
+"""The share by which another mode must be faster than dense."""
 
 
 def choose(
     seconds: Mapping[Layer, Mapping[str, float]], saved_bytes: Mapping[Layer, int], slack: float
 ) -> dict[Layer, str]:
-    """The fastest way of each layer; then, for `slack` of the dense layers' time, less memory.
+    """The fastest mode of each layer; then less memory, for `slack` of the dense layers' time.
 
-    Dense is left for what is faster by more than `MARGIN`: less could be a moment of the machine. The time
-    of the slack goes to the layers which save most bytes for a second of it, as long as it lasts.
+    Another mode replaces dense only where it is faster by more than `MARGIN`: less could be noise. The slack
+    is spent on the layers that save most bytes per second of it.
 
     >>> seconds = {"a": {"dense": 10.0, "packed": 10.5}, "b": {"dense": 10.0, "packed": 19.0}}
     >>> choose(seconds, {"a": 100, "b": 100}, slack=0.0)

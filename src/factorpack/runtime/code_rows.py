@@ -1,10 +1,10 @@
-"""Rows of codes in cells: the layout that a kernel multiplies from without unpacking to memory.
+"""Rows of codes in cells: the layout from which a kernel multiplies without unpacking to memory.
 
-A cell is a number of 16 bits that holds several codes, and those at one place of all cells of a row stand
-for neighbouring columns: code f of cell h is column f H + h of a row of H cells. A shift and a mask then
-turn a tile of cells into a tile of codes, to be multiplied by a slice of the inputs; nothing is interleaved.
-Three bits do not divide sixteen, so there three cells lie a third of the row apart: five codes in each, and
-the bit that each has left over makes a sixteenth. Codes of 8 bits are cells themselves.
+A cell is a 16-bit integer that holds several codes. Codes at one position of all cells of a row are
+neighbouring columns: code f of cell h is column f H + h of a row of H cells. A shift and a mask then turn a
+tile of cells into a tile of codes, to be multiplied by a range of the inputs; nothing is interleaved.
+Three bits do not divide sixteen. There, three cells lie a third of the row apart: each holds five codes, and
+their three remaining bits make a sixteenth code. Codes of 8 bits are cells themselves.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import WeightError
+from factorpack.kinds import KINDS
 from factorpack.record import Encoded
 
 WIDTHS = (2, 3, 4, 8)
-"""Bits a code, of those that can be laid out."""
+"""Bits per code that have this layout."""
 GRAIN = 16
-"""H is a multiple of it, so that every row and every slice begins where wide loads may."""
-_MULTIPLIED = {"factors": "latent", "scalar": "codes"}
-"""Codes that inputs can be multiplied by as they are."""
+"""H is a multiple of it, so that every row begins where wide loads are allowed."""
 PADDING = 1 / 16
-"""The share of more bytes, for rows filled up to the grain, that is still worth it."""
+"""The largest share of extra bytes, for padding rows to the grain, that is still worth it."""
 
 
 def fields(bits: int) -> int:
-    """Columns that a cell stands for, or three cells of codes of three bits.
+    """Columns per cell, or per three cells for codes of three bits.
 
     >>> [fields(bits) for bits in WIDTHS]
     [8, 16, 4, 1]
@@ -35,19 +34,19 @@ def fields(bits: int) -> int:
 
 
 def row_cells(columns: int, bits: int) -> int:
-    """H for rows of some codes."""
+    """H for rows of `columns` codes."""
     return -(-columns // (fields(bits) * GRAIN)) * GRAIN
 
 
 def suits(columns: int, bits: int) -> bool:
-    """Whether rows are better laid out so: of a width that can be, and in need of little filling up."""
+    """Whether this layout suits rows: the width has it, and little padding is needed."""
     if bits not in WIDTHS:
         return False
     return row_cells(columns, bits) * fields(bits) <= (1 + PADDING) * columns
 
 
 def pack_rows(codes: Tensor, bits: int) -> Tensor:
-    """Signed codes (rows, columns) -> bytes, (rows, as many as H cells have)."""
+    """Signed codes (rows, columns) -> bytes, (rows, bytes of H cells)."""
     rows, columns = codes.shape
     count = row_cells(columns, bits)
     numbers = codes.new_zeros(rows, fields(bits) * count, dtype=torch.int16)
@@ -66,14 +65,14 @@ def pack_rows(codes: Tensor, bits: int) -> Tensor:
 
 
 def check_rows(packed: Tensor, bits: int, columns: int) -> None:
-    """Raises WeightError unless these are rows of as many codes: a kernel reads what it is told to."""
+    """Raises WeightError unless these are rows of `columns` codes: a kernel checks nothing."""
     if bits not in WIDTHS:
-        raise WeightError(f"codes of {bits} bits, rows are of {', '.join(map(str, WIDTHS))}")
+        raise WeightError(f"codes of {bits} bits, rows can have {', '.join(map(str, WIDTHS))}")
     expected = row_cells(columns, bits) * fields(bits) * bits // 8
     if packed.dtype != torch.uint8 or packed.ndim != 2 or packed.shape[1] != expected:
         found = f"{packed.dtype} of shape {tuple(packed.shape)}"
         raise WeightError(
-            f"{found} for rows of {columns} codes of {bits} bits, which are {expected} bytes each"
+            f"{found} for rows of {columns} codes of {bits} bits, expected {expected} bytes per row"
         )
 
 
@@ -97,7 +96,7 @@ def unpack_rows_reference(packed: Tensor, bits: int, columns: int) -> Tensor:
 
 @torch.library.custom_op("factorpack::unpack_rows", mutates_args=())
 def unpack_rows(packed: Tensor, bits: int, columns: int) -> Tensor:
-    """`unpack_rows_reference` as one operator, for the reasons that `unpack_codes` is one."""
+    """`unpack_rows_reference` as one operator, for the same reasons as `unpack_codes`."""
     return unpack_rows_reference(packed, bits, columns)
 
 
@@ -107,25 +106,15 @@ def _(packed: Tensor, bits: int, columns: int) -> Tensor:  # noqa: ARG001
 
 
 def as_cells(packed: Tensor, bits: int) -> Tensor:
-    """Packed rows of bytes as numbers of a cell's width."""
+    """Packed rows of bytes as integers of a cell's width."""
     return packed.view(torch.int8 if bits == 8 else torch.int16)
 
 
-def laid_in_rows(encoded: Encoded) -> dict[str, tuple[int, int]]:
-    """Codes of a matrix that are laid out to be multiplied by, and their shape then: (outputs, codes of each)."""
-    name = _MULTIPLIED.get(encoded.kind)
-    if name is None or len(encoded.shape) != 2:
+def find_row_codes(encoded: Encoded) -> dict[str, tuple[int, int]]:
+    """The part whose codes are laid out in rows, and its shape then: (outputs, codes per output)."""
+    name = KINDS[encoded.kind].row_part(encoded)
+    if name is None:
         return {}
     outputs = encoded.shape[0]
-    if encoded.kind == "factors" and encoded.shape[1] % len(encoded.parts["codebook"]):
-        return {}
-    if encoded.kind == "scalar" and _clamps(encoded):
-        return {}
     columns = encoded.parts[name].numel() // outputs
     return {name: (outputs, columns)} if suits(columns, encoded.bits[name]) else {}
-
-
-def _clamps(encoded: Encoded) -> bool:
-    """Whether a weight of codes and scales may meet the limits of its type, which products with codes do not."""
-    largest = encoded.parts["scale"].float().abs().max().item() * (1 << (encoded.bits["codes"] - 1))
-    return not largest <= torch.finfo(encoded.dtype).max

@@ -1,9 +1,9 @@
 """Layers computed as Z (C^T x): the weight is never built.
 
-A tile that lies inside one output filter and is made of whole kernels of m input channels meets the inputs
-of those channels alone. What the k columns of C make of them is the same for all filters, and a filter is
-then a sum of these with its row of Z: a convolution with C for each m channels, and one of 1x1 filters with
-Z. For a Linear layer, and pictures of one pixel, both are matrix products.
+A tile inside one output filter, made of complete kernels of m input channels, meets only the inputs of those
+channels. Their products with the k columns of C are the same for all filters, and a filter is a sum of these,
+weighted by its row of Z: a convolution with C for every m channels, then one of 1x1 filters with Z. For a
+Linear layer, and images of one pixel, both are matrix products.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from factorpack.kinds import KINDS
 from factorpack.quantize.uniform import from_codes
 from factorpack.record import Encoded
 from factorpack.runtime.packed_layers import (
@@ -23,7 +24,7 @@ from factorpack.runtime.packed_layers import (
     PackedConv3d,
     PackedLayer,
     PackedLinear,
-    computed_in,
+    compute_dtype,
 )
 
 _CONVOLVE: dict[int, Callable[..., Tensor]] = {
@@ -35,9 +36,9 @@ _CONVOLVE: dict[int, Callable[..., Tensor]] = {
 
 def why_not_factored(layer: nn.Module, encoded: Encoded) -> str:
     """Why a layer cannot be computed from its factors; empty where it can."""
-    if encoded.kind != "factors":
+    if not KINDS[encoded.kind].computes_factored:
         return f"its weight is stored as {encoded.kind!r}, only factors can be computed with"
-    if type(layer) not in FACTORED or encoded.transposed_groups:
+    if type(layer) not in FACTORED or encoded.layout.transposed_groups:
         return f"layers of class {type(layer).__name__} are not computed from factors"
     if encoded.dtype == torch.float16:
         return "its weight is FP16, which holds neither the folded scales nor sums of codes"
@@ -51,7 +52,7 @@ class FactoredLayer(PackedLayer):
     """Computes from the factors; its `weight` can still be read."""
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        """C with all scales that can be folded into it, (d, k); Z, (n, k), whole numbers then; mu, (d, 1)."""
+        """C with all scales that can be folded into it, (d, k); Z, (n, k), integers then; mu, (d, 1)."""
         packed = self.packed
         with torch.autocast(packed.like.device.type, enabled=False):
             codebook = from_codes(packed.part("codebook"), packed.part("codebook_scale"))
@@ -69,27 +70,27 @@ class FactoredLinear(FactoredLayer, PackedLinear):
         self.packed.fold()
 
     def forward(self, input: Tensor) -> Tensor:
-        dtype = computed_in(input)
+        dtype = compute_dtype(input)
         if dtype == torch.float16:
             return super().forward(input)
         packed, values = self.packed, input.to(dtype)
         tiles = values.unflatten(-1, (-1, packed.part_shapes["codebook"][0]))  # (..., K/d, d)
         if packed.folded is not None:
             mixed = (tiles @ packed.folded.to(dtype)).flatten(-2)
-            answers = self.multiplied(mixed, "latent", None)
+            outputs = self.multiplied(mixed, "latent", None)
             mean = packed.folded_mean
-            return answers if mean is None else answers + values @ mean.to(dtype)
+            return outputs if mean is None else outputs + values @ mean.to(dtype)
         codebook, latent, mean = self.factors(dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
-        answers = functional.linear(
+        outputs = functional.linear(
             (tiles @ codebook).flatten(-2), latent.reshape(self.out_features, -1), bias
         )
-        return answers if mean is None else answers + (tiles @ mean).sum(-2)
+        return outputs if mean is None else outputs + (tiles @ mean).sum(-2)
 
 
 class FactoredConv(FactoredLayer, nn.modules.conv._ConvNd):
     def forward(self, input: Tensor) -> Tensor:
-        dtype = computed_in(input)
+        dtype = compute_dtype(input)
         bias = None if self.bias is None else self.bias.to(dtype)
         if dtype == torch.float16:
             return self._conv_forward(input, self.weight, self.bias)
@@ -97,20 +98,20 @@ class FactoredConv(FactoredLayer, nn.modules.conv._ConvNd):
         dimensions = len(self.kernel_size)
         channels = len(codebook) // math.prod(self.kernel_size)  # m
         blocks, still = self.in_channels // channels, [1] * dimensions
-        mixed = self._slide(
+        mixed = self._convolve_like(
             input.to(dtype), _kernels(codebook, channels, self.kernel_size).repeat(blocks, 1, *still), blocks
         )  # (..., blocks k, h', w')
         by_filter = latent.reshape(self.out_channels, -1, *still)
-        answers = _CONVOLVE[dimensions](mixed, by_filter, bias, groups=self.groups)
+        outputs = _CONVOLVE[dimensions](mixed, by_filter, bias, groups=self.groups)
         if mean is None:
-            return answers
+            return outputs
         average = _kernels(mean, channels, self.kernel_size)
         average = average.repeat(self.groups, blocks // self.groups, *still)
-        shared = self._slide(input.to(dtype), average, self.groups)  # (..., groups, h', w')
-        return answers + shared.repeat_interleave(self.out_channels // self.groups, -dimensions - 1)
+        shared = self._convolve_like(input.to(dtype), average, self.groups)  # (..., groups, h', w')
+        return outputs + shared.repeat_interleave(self.out_channels // self.groups, -dimensions - 1)
 
-    def _slide(self, input: Tensor, kernels: Tensor, groups: int) -> Tensor:
-        """The layer's own movement with other kernels and groups."""
+    def _convolve_like(self, input: Tensor, kernels: Tensor, groups: int) -> Tensor:
+        """The layer's own stride, padding and dilation, with other kernels and groups."""
         padding: str | tuple[int, ...] | int = self.padding
         if self.padding_mode != "zeros":
             input = functional.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
@@ -137,7 +138,7 @@ FACTORED: dict[type[nn.Module], type[PackedLayer]] = {
     nn.Conv2d: FactoredConv2d,
     nn.Conv3d: FactoredConv3d,
 }
-"""A layer's class -> the one that computes from factors."""
+"""A layer's class -> the class that computes from factors."""
 
 
 def _kernels(columns: Tensor, channels: int, kernel_size: tuple[int, ...]) -> Tensor:

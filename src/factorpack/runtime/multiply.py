@@ -1,8 +1,8 @@
-"""The operator that multiplies by packed rows of codes, and who computes it.
+"""The operator that multiplies by packed rows of codes, and the choice of what computes it.
 
-On a GPU, inputs of 16 bits meet the kernel of multiply_triton.py unless there are very many. All else is
-computed by the plain reference, a few rows of codes at a time: on a GPU too where the kernel cannot be had,
-which is said once, and where batches are so large that unpacking hides behind the product.
+On a GPU, 16-bit inputs use the kernel of multiply_triton.py, except in very large batches. Everything else
+uses the plain reference, a few rows of codes at a time. That includes a GPU without the kernel, with one
+warning, and batches so large that unpacking costs little beside the product.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from factorpack.errors import WeightError
 from factorpack.runtime.code_rows import check_rows, unpack_rows, unpack_rows_reference
 
 MOST_INPUTS = 1024
-"""Inputs up to which the kernel is used: on an H200 it is still twice as fast there as unpacking first."""
+"""Largest batch for which the kernel is used: on an H200 it is then still twice as fast as unpacking first."""
 CODES_AT_A_TIME = 1 << 24
-"""Codes that the reference unpacks at a time, so that the memory it takes has a bound."""
+"""Codes that the reference unpacks at a time, which bounds its memory."""
 
 
 def multiply_reference(inputs: Tensor, packed: Tensor, bits: int, scale: Tensor | None) -> Tensor:
-    """x (q s)^T: inputs (batch, columns), rows of codes q, and scales s: one a row, one for all, or none.
+    """x (q s)^T: inputs (batch, columns), rows of codes q, and scales s: one per row, one for all, or none.
 
-    Products are in the inputs' type, but never below FP32 on a CPU, which is no slower there.
+    Products are in the inputs' type, but at least FP32 on a CPU, where that is no slower.
     """
     columns = inputs.shape[1]
     dtype = inputs.dtype if inputs.is_cuda else torch.promote_types(inputs.dtype, torch.float32)
     some = max(CODES_AT_A_TIME // max(columns, 1), 1)
-    pieces = []
+    products = []
     for start in range(0, len(packed), some):
         codes = unpack_rows_reference(packed[start : start + some], bits, columns)
         if scale is None:
@@ -39,12 +39,12 @@ def multiply_reference(inputs: Tensor, packed: Tensor, bits: int, scale: Tensor 
         else:
             own = (scale if len(scale) == 1 else scale[start : start + some]).float()
             weight = (codes * own[:, None]).to(dtype)
-        pieces.append(inputs.to(dtype) @ weight.T)
-    return torch.cat(pieces, 1).to(inputs.dtype)
+        products.append(inputs.to(dtype) @ weight.T)
+    return torch.cat(products, 1).to(inputs.dtype)
 
 
 def multiply(inputs: Tensor, packed: Tensor, bits: int, scale: Tensor | None) -> Tensor:
-    """`multiply_codes`, without the operator where nobody needs it: to call one takes longer than a kernel."""
+    """`multiply_codes`, without the operator where it is not needed: calling it takes longer than a kernel."""
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and inputs.requires_grad):
         product: Tensor = multiply_codes(inputs, packed, bits, scale)
         return product
@@ -53,7 +53,7 @@ def multiply(inputs: Tensor, packed: Tensor, bits: int, scale: Tensor | None) ->
 
 @torch.library.custom_op("factorpack::multiply_codes", mutates_args=())
 def multiply_codes(inputs: Tensor, packed: Tensor, bits: int, scale: Tensor | None) -> Tensor:
-    """`multiply_reference` by the fastest way there is: (batch, columns) -> (batch, rows)."""
+    """`multiply_reference` by the fastest available way: (batch, columns) -> (batch, rows)."""
     return _fastest(inputs, packed, bits, scale)
 
 
@@ -61,7 +61,7 @@ def _fastest(inputs: Tensor, packed: Tensor, bits: int, scale: Tensor | None) ->
     check_rows(packed, bits, inputs.shape[1])
     if scale is not None and scale.shape not in ((1,), (len(packed),)):
         raise WeightError(
-            f"scales of shape {tuple(scale.shape)} for {len(packed)} rows: one for each, or one"
+            f"scales of shape {tuple(scale.shape)} for {len(packed)} rows: expected one per row, or one for all"
         )
     if not on_gpu(inputs) or not 0 < len(inputs) <= MOST_INPUTS:
         return multiply_reference(inputs, packed, bits, scale)
@@ -94,7 +94,7 @@ def _keep_codes(
 
 
 def _gradient(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    """Of the inputs alone: codes and scales are not trained here."""
+    """The gradient of the inputs alone: codes and scales are not trained here."""
     packed, *scale = ctx.saved_tensors  # type: ignore[attr-defined]
     codes = unpack_rows(packed, ctx.bits, ctx.columns)  # type: ignore[attr-defined]
     weight = codes * scale[0].float()[:, None] if scale else codes
@@ -105,12 +105,12 @@ multiply_codes.register_autograd(_gradient, setup_context=_keep_codes)
 
 
 def on_gpu(inputs: Tensor) -> bool:
-    """Whether a kernel is looked for."""
+    """Whether a kernel may be used."""
     return inputs.is_cuda
 
 
 def why_no_kernel(inputs: Tensor) -> str:
-    """What keeps the kernel from these inputs; empty where nothing does."""
+    """Why the kernel cannot take these inputs; empty where it can."""
     if inputs.dtype not in (torch.float16, torch.bfloat16):
         return f"inputs are {inputs.dtype}, the kernel takes torch.float16 and torch.bfloat16"
     if not _has_triton():

@@ -1,8 +1,8 @@
-"""Products with packed rows of codes as a kernel: cells become floats in registers and meet the inputs there.
+"""A kernel for products with packed rows of codes: cells become floats in registers and are multiplied there.
 
-A number u is exact in the mantissa of a float whose lowest bit is worth 1: 128 + u in BF16, 1024 + u in FP16.
-So a code costs a shift, a mask that also sets the exponent, and a subtraction, each for two codes at once
-where the instructions are written out; a conversion from integers would take several times as long.
+An unsigned code u is exact in the mantissa of a float whose lowest bit is worth 1: 128 + u in BF16, 1024 + u
+in FP16. So a code costs a shift, a mask that also sets the exponent, and a subtraction, each for two codes at
+once in the inline assembly. A conversion from integers would take several times as long.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 from factorpack.runtime.code_rows import as_cells, fields, row_cells
 
 UNSUITED = (triton.OutOfResources, triton.CompilationError)
-"""What is raised, before anything runs, where a GPU or a version of triton cannot do what is asked."""
-SUMMED, MOST_PIECES = 64, 64
-"""Outputs of which one program adds up the partial sums, and the most sums of each."""
+"""What is raised, before anything runs, where a GPU or a version of triton cannot run the kernel."""
+SUMMED, MOST_SPLITS = 64, 64
+"""Outputs whose partial sums one program adds up, and the most sums per output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How the work is cut: a program makes `rows` x `batch` outputs, from `cells` cells of a row at a time."""
+    """How the work is divided: a program computes `rows` x `batch` outputs, `cells` cells of a row at a time."""
 
     rows: int
     batch: int
@@ -33,25 +33,25 @@ class Launch:
     warps: int
     stages: int
     programs: float
-    """Programs that each multiprocessor should have; rows are cut into pieces until there are as many."""
+    """Programs per multiprocessor to aim for: rows are split until there are as many."""
     side: int = 1
-    """Warps that take `cells` each, side by side, and add up their sums: all of them, or 1 for none."""
+    """Warps that take `cells` each, side by side, and add up their sums: all warps, or 1 for none."""
 
     @property
     def step(self) -> int:
-        """Cells that a program goes on by."""
+        """Cells that a program advances by."""
         return self.cells * self.side
 
     def splits(self, rows: int, cells: int, batch: int, processors: int) -> int:
-        """Pieces of a row that are summed apart."""
+        """Splits of a row that are summed separately."""
         blocks: int = triton.cdiv(rows, self.rows) * triton.cdiv(batch, self.batch)
-        most: int = min(triton.cdiv(cells, self.step), MOST_PIECES)
+        most: int = min(triton.cdiv(cells, self.step), MOST_SPLITS)
         return max(1, min(round(self.programs * processors / blocks), most))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _floats(cells, SHIFT: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, PAIRED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The codes at one place of the cells, in FP16 or, HALF being false, BF16."""
+    """The codes at one position of the cells, in FP16 if HALF, else in BF16."""
     OFFSET: tl.constexpr = 1 << (BITS - 1)
     MASK: tl.constexpr = (1 << BITS) - 1
     if BITS == 8:
@@ -70,7 +70,7 @@ def _floats(cells, SHIFT: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, 
             is_pure=True,
             pack=2,
         )
-    elif PAIRED:  # u 1 - c, for GPUs that add and subtract no pairs of BF16
+    elif PAIRED:  # u 1 - c, for GPUs that cannot add or subtract pairs of BF16
         numbers = tl.inline_asm_elementwise(
             f"{{ .reg .b32 u, c, i; shr.u32 u, $1, {SHIFT}; lop3.b32 u, u, {MASK * 65537}, {0x43004300}, 0xea; "
             f"mov.b32 c, {(0xC300 | OFFSET) * 65537}; mov.b32 i, {0x3F803F80}; fma.rn.bf16x2 $0, u, i, c; }}",
@@ -91,7 +91,7 @@ def _floats(cells, SHIFT: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _left_over(first, second, third, PAIRED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The code of three bits that the highest bits of three cells make."""
+    """The 3-bit code that the highest bits of three cells make."""
     if PAIRED:
         numbers = tl.inline_asm_elementwise(
             "{ .reg .b32 a, b, c; shr.u32 a, $1, 15; shr.u32 b, $2, 14; shr.u32 c, $3, 13; "
@@ -130,7 +130,7 @@ def _add_products(  # type: ignore[no-untyped-def]
     PAIRED: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """`total` and what the COUNT codes of each cell add, that at its lowest place being the FIRST of all."""
+    """`total` plus the products of the COUNT codes of each cell, whose lowest is code FIRST of all."""
     for field in tl.static_range(COUNT):
         column = (FIRST + field) * H + place
         here = own if EVEN else own & inside & (column < K)
@@ -150,7 +150,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     N,
     K,
     H,
-    piece,
+    split_cells,
     scale_stride,
     BITS: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -162,7 +162,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     SCALED: tl.constexpr,
     PAIRED: tl.constexpr,
 ):
-    """One program: ROWS x BATCH outputs from one piece of the rows, `piece` cells of H.
+    """One program: ROWS x BATCH outputs from one split of the rows, `split_cells` cells of H.
 
     Tiles are (rows or batch, cells) or, with warps side by side, (SIDE, rows or batch, cells).
     """
@@ -172,18 +172,18 @@ def _multiply(  # type: ignore[no-untyped-def]
     one = tl.program_id(1) * BATCH + tl.arange(0, BATCH)
     if SIDE == 1:
         at_row, at_one = (row % N)[:, None], one[:, None]
-        ahead = tl.arange(0, CELLS)[None, :]
+        offset = tl.arange(0, CELLS)[None, :]
         total = tl.zeros([ROWS, BATCH], tl.float32)
     else:
         at_row, at_one = (row % N)[None, :, None], one[None, :, None]
-        ahead = tl.arange(0, SIDE)[:, None, None] * CELLS + tl.arange(0, CELLS)[None, None, :]
+        offset = tl.arange(0, SIDE)[:, None, None] * CELLS + tl.arange(0, CELLS)[None, None, :]
         total = tl.zeros([SIDE, ROWS, BATCH], tl.float32)
     own = at_one < batch
     inputs += at_one.to(tl.int64) * K
     cells += at_row.to(tl.int64) * H * PARTS
-    first = tl.program_id(2) * piece
-    for start in range(first, min(first + piece, H), CELLS * SIDE):
-        place = start + ahead
+    first = tl.program_id(2) * split_cells
+    for start in range(first, min(first + split_cells, H), CELLS * SIDE):
+        place = start + offset
         inside = place < H
         a = _load_cells(cells + place, inside, EVEN)
         if BITS == 3:
@@ -209,16 +209,16 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["count", "scale_stride"])  # type: ignore[untyped-decorator]
-def _sum_pieces(  # type: ignore[no-untyped-def]
-    pieces, scale, out, N, count, scale_stride, SCALED: tl.constexpr, SUMMED: tl.constexpr, MOST: tl.constexpr
+def _sum_splits(  # type: ignore[no-untyped-def]
+    sums, scale, out, N, count, scale_stride, SCALED: tl.constexpr, SUMMED: tl.constexpr, MOST: tl.constexpr
 ):
-    """One program: SUMMED outputs of one of the batch, of `count` <= MOST pieces that are read all at once."""
+    """One program: SUMMED outputs of one sample, from `count` <= MOST partial sums that are read at once."""
     row = tl.program_id(0) * SUMMED + tl.arange(0, SUMMED)
     here = row < N
     at = tl.program_id(1).to(tl.int64) * N + row
-    piece = tl.arange(0, MOST)[:, None]
+    split = tl.arange(0, MOST)[:, None]
     size = tl.num_programs(1).to(tl.int64) * N
-    total = tl.sum(tl.load(pieces + piece * size + at[None, :], here[None, :] & (piece < count), 0.0), 0)
+    total = tl.sum(tl.load(sums + split * size + at[None, :], here[None, :] & (split < count), 0.0), 0)
     if SCALED:
         total *= tl.load(scale + row * scale_stride, here, 0.0).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), here)
@@ -233,11 +233,11 @@ def multiply_rows(
     inputs, packed = inputs.contiguous(), packed.contiguous()
     launch = launch or chosen(bits, batch, rows * columns)
     splits = launch.splits(rows, count, batch, _processors(inputs.device))
-    piece = triton.cdiv(triton.cdiv(count, launch.step), splits) * launch.step
-    splits = triton.cdiv(count, piece)
-    whole = splits == 1
+    split_cells = triton.cdiv(triton.cdiv(count, launch.step), splits) * launch.step
+    splits = triton.cdiv(count, split_cells)
+    is_single = splits == 1
     out = torch.empty(batch, rows, dtype=inputs.dtype, device=inputs.device)
-    sums = out if whole else torch.empty(splits, batch, rows, dtype=torch.float32, device=inputs.device)
+    sums = out if is_single else torch.empty(splits, batch, rows, dtype=torch.float32, device=inputs.device)
     scale_stride = 0 if scale is None or len(scale) == 1 else 1
     _multiply[triton.cdiv(rows, launch.rows), triton.cdiv(batch, launch.batch), splits](
         inputs,
@@ -248,7 +248,7 @@ def multiply_rows(
         rows,
         columns,
         count,
-        piece,
+        split_cells,
         scale_stride,
         BITS=bits,
         FIELDS=fields(bits),
@@ -257,13 +257,13 @@ def multiply_rows(
         CELLS=launch.cells,
         SIDE=launch.side,
         EVEN=count % launch.step == 0 and columns == fields(bits) * count,
-        SCALED=whole and scale is not None,
+        SCALED=is_single and scale is not None,
         PAIRED=torch.version.cuda is not None,  # NVIDIA's own instructions, which the interpreter lacks
         num_warps=launch.warps,
         num_stages=launch.stages,
     )
-    if not whole:
-        _sum_pieces[triton.cdiv(rows, SUMMED), batch](
+    if not is_single:
+        _sum_splits[triton.cdiv(rows, SUMMED), batch](
             sums,
             scale,
             out,
@@ -286,7 +286,7 @@ def chosen(bits: int, batch: int, codes: int) -> Launch:
 
 
 LARGE = 3 << 24
-"""Codes from which on a matrix counts as large."""
+"""A matrix with at least as many codes counts as large."""
 LAUNCHES: dict[int, dict[int, tuple[Launch, Launch]]] = {
     2: {
         2: (Launch(64, 2, 64, 4, 3, 4), Launch(64, 2, 64, 4, 3, 4)),
@@ -317,9 +317,9 @@ LAUNCHES: dict[int, dict[int, tuple[Launch, Launch]]] = {
         64: (Launch(128, 64, 128, 4, 3, 2), Launch(128, 64, 128, 4, 3, 2)),
     },
 }
-"""Bits a code -> inputs up to which it holds -> the launch for small and for large matrices.
+"""Bits per code -> largest batch -> the launch for small and for large matrices.
 
-Those of 3 and 4 bits are what an H200 was fastest with; the others were not searched for.
+Those for 3 and 4 bits were the fastest on an H200; the others were not searched.
 """
 
 

@@ -1,4 +1,4 @@
-"""Layers whose weight is packed. They are what they were to any code that looks: class, settings, bias, hooks."""
+"""Layers whose weight is packed. To other code they look as before: class, settings, bias, hooks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class PackedLayer(nn.Module):
     def _rebuilt(self) -> Tensor:
         return self.packed()  # type: ignore[no-any-return]
 
-    weight: Any = property(_rebuilt)  # a parameter to the classes it is mixed with, which own the name
+    weight: Any = property(_rebuilt)  # a parameter in the classes it is mixed with, which own the name
 
     def prepare(self) -> None:
-        """What a class computes once, when a layer becomes one of it."""
+        """What a class computes once, when a layer is converted to it."""
 
 
 class PackedLinear(PackedLayer, nn.Linear):
@@ -30,14 +30,14 @@ class PackedLinear(PackedLayer, nn.Linear):
         packed = self.packed
         if not on_gpu(input) or "codes" not in packed.in_rows:
             return super().forward(input)
-        return self.multiplied(input.to(computed_in(input)), "codes", packed.part("scale").view(-1))
+        return self.multiplied(input.to(compute_dtype(input)), "codes", packed.part("scale").view(-1))
 
     def multiplied(self, inputs: Tensor, name: str, scale: Tensor | None) -> Tensor:
-        """Inputs (..., codes of a row) times rows of codes, and the bias: (..., outputs)."""
+        """Inputs (..., codes per row) times rows of codes, plus the bias: (..., outputs)."""
         rows, packed = inputs.reshape(-1, inputs.shape[-1]), getattr(self.packed, name)
-        answers = multiply(rows, packed, self.packed.bits[name], scale)
-        answers = answers.view(*inputs.shape[:-1], self.out_features)
-        return answers if self.bias is None else answers + self.bias.to(inputs.dtype)
+        outputs = multiply(rows, packed, self.packed.bits[name], scale)
+        outputs = outputs.view(*inputs.shape[:-1], self.out_features)
+        return outputs if self.bias is None else outputs + self.bias.to(inputs.dtype)
 
 
 class PackedConv1d(PackedLayer, nn.Conv1d):
@@ -66,7 +66,7 @@ class PackedConvTranspose3d(PackedLayer, nn.ConvTranspose3d):
 
 class PackedEmbedding(PackedLayer, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
-        """Rebuilds the rows that are asked for, where they are fewer than all and lie apart in the codes."""
+        """Rebuilds only the requested rows, where they are fewer than all and have codes of their own."""
         if self.max_norm is not None or input.numel() >= self.num_embeddings or not self.packed.has_rows:
             return super().forward(input)
         return self.packed.rows(input.reshape(-1)).view(*input.shape, self.embedding_dim)
@@ -82,11 +82,11 @@ PACKED: dict[type[nn.Module], type[PackedLayer]] = {
     nn.ConvTranspose3d: PackedConvTranspose3d,
     nn.Embedding: PackedEmbedding,
 }
-"""A layer's class -> its packed one. A subclass may do anything with its weight, so none is looked up."""
+"""A layer's class -> its packed class. A subclass may use its weight in any way, so subclasses are not packed."""
 
 
 def hold_packed(layer: nn.Module, cls: type[PackedLayer], weight: PackedWeight) -> None:
-    """Makes a layer one of a packed class in place: whoever holds it holds the packed one from now on."""
+    """Converts a layer to a packed class in place, so that every reference to it now sees the packed layer."""
     del layer._parameters["weight"]
     layer.__class__ = cls
     assert isinstance(layer, PackedLayer)
@@ -94,7 +94,7 @@ def hold_packed(layer: nn.Module, cls: type[PackedLayer], weight: PackedWeight) 
     layer.prepare()
 
 
-def computed_in(input: Tensor) -> torch.dtype:
+def compute_dtype(input: Tensor) -> torch.dtype:
     """The type torch multiplies this input in: autocast leaves FP64 alone."""
     device = input.device.type
     if torch.is_autocast_enabled(device) and input.dtype != torch.float64:

@@ -1,4 +1,4 @@
-"""A weight that lies in memory as packed codes and is rebuilt each time it is asked for."""
+"""A weight that is held in memory as packed codes and rebuilt each time it is read."""
 
 from __future__ import annotations
 
@@ -9,36 +9,33 @@ import torch
 from torch import Tensor, nn
 
 from factorpack.decoding import check_indices, rebuild
-from factorpack.kinds.slices import ALONG_TILES, Range, pieces, tile_numbers
+from factorpack.kinds import KINDS
+from factorpack.kinds.slices import Range
 from factorpack.quantize.uniform import from_codes
 from factorpack.record import Encoded
 from factorpack.runtime.bit_planes import pack_codes, unpack_at, unpack_codes, unpack_range, unpack_reference
-from factorpack.runtime.code_rows import laid_in_rows, pack_rows, unpack_rows, unpack_rows_reference
-
-CODED = ("factors", "spatial", "codewords", "scalar", "levels")
-"""Kinds that are smaller in memory than the weight they stand for."""
-_TILE_FIRST = {"factors": "latent", "codewords": "indices"}
-"""Codes held transposed, the numbers of a tile side by side: the order in which a layer reads them."""
+from factorpack.runtime.code_rows import find_row_codes, pack_rows, unpack_rows, unpack_rows_reference
 
 
 class PackedWeight(nn.Module):
-    """The parts of an `Encoded` as buffers of bytes: codes packed to their width, other numbers as they are.
+    """The parts of an `Encoded` as buffers of bytes: codes packed to their width, other values as they are.
 
-    Nothing of it is a float to torch (but what is folded, which is made anew), so that `model.half()` changes
-    the type of the weight that comes out and not the numbers that it is made of; and bytes pass through every
-    backend of torch.distributed.
+    Torch sees no floats (except what is folded, which is computed again), so that `model.half()` changes the
+    type of the rebuilt weight and not the values it is made of. Bytes also pass through every backend of
+    torch.distributed.
     """
 
     def __init__(self, encoded: Encoded, like: Tensor) -> None:
         super().__init__()
         check_indices(encoded)
-        self.kind, self.shape, self.decoded = encoded.kind, encoded.shape, encoded.dtype
-        self.transposed_groups = encoded.transposed_groups
+        self.kind, self.layout, self.decoded = encoded.kind, encoded.layout, encoded.dtype
+        self.shape = encoded.shape
         self.bits = dict(encoded.bits)
         self.part_shapes = {name: tuple(part.shape) for name, part in encoded.parts.items()}
         self.part_dtypes = {name: part.dtype for name, part in encoded.parts.items()}
-        self.in_rows = laid_in_rows(encoded)
-        """Codes that inputs are multiplied by as they lie, and their shape then: (outputs, codes of each)."""
+        self.tiling = KINDS[self.kind].tiling(self.part_shapes)
+        self.in_rows = find_row_codes(encoded)
+        """Codes that inputs are multiplied by directly, and their shape then: (outputs, codes per output)."""
         for name, part in encoded.parts.items():
             self.register_buffer(name, self._stored(name, part).to(like.device))
         self.like: Tensor
@@ -51,18 +48,18 @@ class PackedWeight(nn.Module):
     def _stored(self, name: str, part: Tensor) -> Tensor:
         if name not in self.bits:
             return part.contiguous().view(torch.uint8)
-        turned, _, _ = self._laid(name)
-        codes = part.T if turned else part
+        is_transposed, _, _ = self._memory_shape(name)
+        codes = part.T if is_transposed else part
         if name in self.in_rows:
             return pack_rows(codes.reshape(self.in_rows[name]), self.bits[name])
         return pack_codes(codes, self.bits[name])
 
     def fold(self) -> None:
-        """Keeps C times all scales, (d, k), where Z lies in rows and has no scale of its own then; and mu of
-        all tiles of a row, (K, 1). Made at every call, they would cost more than the products do. Both are in
-        the weight's type, but in FP32 for FP16, which does not hold the scales.
+        """Stores C times all scales, (d, k), where Z is in rows and then needs no scale; and mu of all tiles
+        of a row, (K, 1). To compute them at every call would cost more than the products. Both are in the
+        weight's type, or in FP32 for FP16, which cannot hold the scales.
         """
-        if self.kind != "factors" or "latent" not in self.in_rows or self.part_shapes["latent_scale"][1] != 1:
+        if "latent" not in self.in_rows or self.part_shapes["latent_scale"][1] != 1:
             return
         dtype = torch.float32 if self.like.dtype == torch.float16 else self.like.dtype
         codebook = from_codes(self.part("codebook"), self.part("codebook_scale"))
@@ -78,47 +75,49 @@ class PackedWeight(nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> PackedWeight:
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        if self.folded is not None:  # anew, since a narrow type has lost what a wide one could hold
+        if self.folded is not None:  # again, since a narrow type has lost what a wide one holds
             self.fold()
         return self
 
     def forward(self) -> Tensor:
         """The weight as `load_into` would give it to the model."""
-        # The file's products are in FP32, mixed precision or not.
+        # The file defines products in FP32, with mixed precision or without.
         with torch.autocast(self.like.device.type, enabled=False):
-            # A compiler writes every piece out, and a GPU has the memory but not the time for many kernels.
+            # A compiler would unroll every slice, and on a GPU many small kernels take longer.
             if torch.compiler.is_compiling() or self.like.device.type != "cpu":
                 return rebuild(self.encoded()).to(self.like.dtype)
-            return self._by_pieces()
+            return self._by_slices()
 
-    def _by_pieces(self) -> Tensor:
-        cut = pieces(self.kind, self.shape, self.transposed_groups, self.part_shapes)
-        if len(cut) < 2:
+    def _by_slices(self) -> Tensor:
+        slices = KINDS[self.kind].cut(self.layout, self.part_shapes)
+        if len(slices) < 2:
             return rebuild(self.encoded()).to(self.like.dtype)
         weight = torch.empty(self.shape, dtype=self.like.dtype)
-        whole = {name: self.part(name) for name in self.part_shapes if name not in cut[0].parts}
-        for piece in cut:
+        whole = {name: self.part(name) for name in self.part_shapes if name not in slices[0].ranges}
+        for each in slices:
             parts = {
-                name: whole[name] if name in whole else self.part(name, piece.parts[name])
+                name: whole[name] if name in whole else self.part(name, each.ranges[name])
                 for name in self.part_shapes
             }
-            piece.put(rebuild(self._encoded(piece.shape, parts)), weight)
+            each.write(rebuild(self._encoded(each.shape, parts)), weight)
         return weight
 
     @property
     def has_rows(self) -> bool:
-        """Whether each entry of the weight's first axis is made of codes of its own: of whole tiles."""
-        if self.kind not in ALONG_TILES or self.transposed_groups or not self.shape[0]:
+        """Whether each entry of the weight's first axis consists of complete tiles, with codes of its own."""
+        if self.tiling is None or self.layout.transposed_groups or not self.shape[0]:
             return False
-        return math.prod(self.shape[1:]) % tile_numbers(self.kind, self.part_shapes) == 0
+        return math.prod(self.shape[1:]) % self.tiling.size == 0
 
     def rows(self, index: Tensor) -> Tensor:
-        """Entries of the weight's first axis, (n,) -> (n, ...), none of the others being rebuilt."""
-        each = math.prod(self.shape[1:]) // tile_numbers(self.kind, self.part_shapes)
+        """Entries of the weight's first axis, (n,) -> (n, ...), without rebuilding the others."""
+        assert self.tiling is not None
+        each = math.prod(self.shape[1:]) // self.tiling.size
         count, device = self.shape[0] * each, index.device
-        known = torch.arange(0, count, each, device=device).index_select(0, index)  # refuses what is no row
+        # Raises an error for an index outside the rows.
+        known = torch.arange(0, count, each, device=device).index_select(0, index)
         tiles = (known[:, None] + torch.arange(each, device=device)).reshape(-1)
-        axes = ALONG_TILES[self.kind]
+        axes = self.tiling.axes
         parts = {
             name: self._at(name, axes[name], index, tiles)
             if name in axes and shape[axes[name]] == count
@@ -130,11 +129,11 @@ class PackedWeight(nn.Module):
         return found.to(self.like.dtype)
 
     def _at(self, name: str, axis: int, rows: Tensor, tiles: Tensor) -> Tensor:
-        """A part's entries for some rows, which are these tiles, along the first axis that codes have in memory."""
+        """A part's entries for some rows, which consist of `tiles`, along the first axis that codes have in memory."""
         if name not in self.bits:
             return self.part(name).index_select(axis, tiles)
-        turned, count, width = self._laid(name)
-        assert axis == turned
+        is_transposed, count, width = self._memory_shape(name)
+        assert axis == is_transposed
         stored, bits = getattr(self, name), self.bits[name]
         if name in self.in_rows:
             codes = unpack_rows_reference(stored.index_select(0, rows), bits, self.in_rows[name][1])
@@ -142,33 +141,33 @@ class PackedWeight(nn.Module):
         else:
             numbers = tiles[:, None] * width + torch.arange(width, device=tiles.device)
             codes = unpack_at(stored, bits, count * width, numbers)
-        return codes.T if turned else codes
+        return codes.T if is_transposed else codes
 
     def encoded(self) -> Encoded:
-        """What it was made of, without the notes."""
+        """The `Encoded` it was made from, without the notes."""
         return self._encoded(self.shape, {name: self.part(name) for name in self.part_shapes})
 
     def _encoded(self, shape: tuple[int, ...], parts: dict[str, Tensor]) -> Encoded:
-        return Encoded(self.kind, shape, self.decoded, parts, self.bits, self.transposed_groups)
+        return Encoded(self.kind, shape, self.decoded, parts, self.bits, self.layout.transposed_groups)
 
     def part(self, name: str, taken: Range | None = None) -> Tensor:
-        """A part, or a range of it; of codes, which lie one after the other, along their first axis in memory."""
+        """A part, or a range of it; a range of codes must be along their first axis in memory."""
         stored: Tensor = getattr(self, name)
         if name not in self.bits:
             whole = stored.view(self.part_dtypes[name])
             return whole if taken is None else taken.of(whole)
-        turned, count, width = self._laid(name)
+        is_transposed, count, width = self._memory_shape(name)
         if taken is None:
             codes = self._codes(name, count * width)
         else:
-            assert taken.axis == turned
+            assert taken.axis == is_transposed
             codes = self._codes_in(name, taken.start * width, (taken.start + taken.length) * width)
-        return codes.view(-1, width).T if turned else codes.view(-1, width)
+        return codes.view(-1, width).T if is_transposed else codes.view(-1, width)
 
     def _codes(self, name: str, count: int) -> Tensor:
-        """All codes of a part, in the order in which they lie."""
+        """All codes of a part, in memory order."""
         stored, bits = getattr(self, name), self.bits[name]
-        # Calling an operator of our own makes torch import its compiler, for seconds.
+        # The first call of a custom operator makes torch import its compiler, which takes seconds.
         compiling = torch.compiler.is_compiling()
         if name in self.in_rows:
             unpack = unpack_rows if compiling else unpack_rows_reference
@@ -178,7 +177,7 @@ class PackedWeight(nn.Module):
         return codes
 
     def _codes_in(self, name: str, start: int, stop: int) -> Tensor:
-        """Codes from `start` to before `stop`, and few others being unpacked: (stop - start,)."""
+        """Codes `start` to `stop` - 1, with few others unpacked: (stop - start,)."""
         stored, bits = getattr(self, name), self.bits[name]
         if name not in self.in_rows:
             return unpack_range(stored, bits, math.prod(self.part_shapes[name]), start, stop)
@@ -187,11 +186,14 @@ class PackedWeight(nn.Module):
         codes = unpack_rows_reference(stored[first:last], bits, width).view(-1)
         return codes[start - first * width : stop - first * width]
 
-    def _laid(self, name: str) -> tuple[bool, int, int]:
-        """Whether codes are held transposed, and their rows and columns as they are held."""
+    def _memory_shape(self, name: str) -> tuple[bool, int, int]:
+        """Whether codes are held transposed, and their rows and columns as they are held.
+
+        The codes of a tile lie side by side: the order in which a layer reads them.
+        """
         rows, columns = self.part_shapes[name]
-        turned = name == _TILE_FIRST.get(self.kind)
-        return (True, columns, rows) if turned else (False, rows, columns)
+        is_transposed = self.tiling is not None and self.tiling.axes.get(name) == 1
+        return (True, columns, rows) if is_transposed else (False, rows, columns)
 
     def extra_repr(self) -> str:
         widths = ", ".join(f"{name} of {bits} bits" for name, bits in self.bits.items())

@@ -1,4 +1,4 @@
-"""The cost model of "auto": each layer's own inputs, through each way of computing it, on this machine."""
+"""The cost model of mode "auto": each layer's own inputs, in each mode, on this machine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from factorpack.runtime.packed_layers import PackedLayer, hold_packed
 from factorpack.runtime.packed_weight import PackedWeight
 
 ROUNDS = 5
-"""Times each way is taken, in turns, so that a slow moment of the machine meets all of them."""
+"""Runs of each mode, in turns, so that a slow moment of the machine affects all of them."""
 
 Ways = Mapping[nn.Module, tuple[PackedWeight, Mapping[str, type[PackedLayer]]]]
 
 
-def timed(ways: Ways, run_example: Callable[[], object]) -> dict[nn.Module, dict[str, float]]:
+def time_layers(ways: Ways, run_example: Callable[[], object]) -> dict[nn.Module, dict[str, float]]:
     """Seconds of each layer that runs on the example, dense and in each class it could have."""
     found: dict[nn.Module, dict[str, float]] = {}
 
@@ -41,7 +41,7 @@ def timed(ways: Ways, run_example: Callable[[], object]) -> dict[nn.Module, dict
 
 
 def _variant(layer: nn.Module, cls: type[PackedLayer], weight: PackedWeight) -> nn.Module:
-    """The layer as it would be, beside the layer as it is; the two share everything but the weight."""
+    """A converted copy of the layer, which shares everything but the weight with it."""
     variant = copy.copy(layer)
     variant._parameters, variant._modules = dict(layer._parameters), dict(layer._modules)
     hold_packed(variant, cls, weight)
@@ -55,9 +55,9 @@ def least_seconds(
     rounds: int = ROUNDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """The least time of each of some functions, called with the same arguments in turns, forth and back.
+    """The least time of each function, called with the same arguments in turns, in alternating order.
 
-    `time.process_time` as the clock counts no time that other processes take; it adds up all threads.
+    `time.process_time` as the clock leaves out other processes and adds up all threads.
     """
     least = dict.fromkeys(runs, float("inf"))
     for turn in range(rounds + 1):

@@ -13,6 +13,7 @@ import torch
 
 from factorpack.errors import SourceError
 from factorpack.format.atomic import atomic_write
+from factorpack.kinds import KINDS
 from factorpack.packed import Packed
 
 _KEYS = {"fingerprint", "done", "model", "optimizer", "epoch_random", "step_random", "steering"}
@@ -75,6 +76,6 @@ def fingerprint_of(packed: Packed, *settings: object) -> str:
         parts = [(part, values.dtype, tuple(values.shape)) for part, values in encoded.parts.items()]
         told = (name, encoded.kind, encoded.shape, sorted(encoded.bits.items()), encoded.extra_zeros, parts)
         digest.update(repr(told).encode())
-        if encoded.kind == "keep":
+        if KINDS[encoded.kind].is_raw:
             digest.update(encoded.parts["values"].cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -8,8 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from factorpack.decoding import narrowed
 from factorpack.errors import SourceError
+from factorpack.kinds import KINDS
+from factorpack.kinds.base import cast_clamped
 from factorpack.methods import Keep
 from factorpack.packed import Packed
 from factorpack.quantize.straight_through import straight_through
@@ -21,7 +22,8 @@ from factorpack.weight import Weight
 class PackedModel(nn.Module):
     """The user's model, untouched, called with weights that its packed form makes.
 
-    Parameters the packed form replaces are frozen; all others (norms, biases, kept layers) are trained.
+    Parameters that the packed form replaces are frozen, and so are tensors of a kind that cannot be trained,
+    such as constants: they are stored as they came. All others (norms, biases, kept layers) are trained.
     """
 
     def __init__(self, packed: Packed, model: nn.Module) -> None:
@@ -35,9 +37,8 @@ class PackedModel(nn.Module):
             raise SourceError(f"the packed tensors {strangers[:3]} are not parameters of the model")
         self.weights = nn.ModuleList(TRAINABLE[packed[name].kind](packed[name]) for name in self.names)
         self.dtypes = [(packed[name].dtype, parameters[name].dtype) for name in self.names]
-        # A constant has no numbers of its own to train: it is stored as it came.
-        constants = [name for name, encoded in packed.items() if encoded.kind == "constant"]
-        for name in (*self.names, *constants):
+        fixed = [name for name, encoded in packed.items() if not KINDS[encoded.kind].is_raw]
+        for name in fixed:
             if name in parameters:
                 parameters[name].requires_grad_(False)
 
@@ -63,18 +64,20 @@ class PackedModel(nn.Module):
             for name, weight in zip(self.names, self.weights, strict=True)
         }
         for name, encoded in packed.items():
-            if encoded.kind == "constant":
-                trained[name] = encoded
-            elif name not in trained:
+            if name in trained:
+                continue
+            if KINDS[encoded.kind].is_raw:
                 stored = encoded.parts["values"].dtype
                 method = Keep(stored if stored.is_floating_point else None)
                 kept = method.encode(Weight(current[name].detach().cpu()))
                 trained[name] = replace(encoded, parts=kept.parts)
+            else:
+                trained[name] = encoded
         return {name: trained[name] for name in packed}
 
 
 def _as_loaded(weight: Tensor, decoded: torch.dtype, loaded: torch.dtype) -> Tensor:
     """A weight as `load_into` gives it to the model: in the type it is decoded to, then the model's."""
     if decoded.itemsize < 4:
-        weight = straight_through(weight, narrowed(weight, decoded).to(weight.dtype))
+        weight = straight_through(weight, cast_clamped(weight, decoded).to(weight.dtype))
     return weight.to(loaded)

@@ -18,6 +18,7 @@ from factorpack.record import Encoded
 from factorpack.tune.packed_model import PackedModel
 from factorpack.tune.rate import RateTerm, quantized_rows
 from factorpack.tune.schedule import Schedule
+from factorpack.tune.trainable import TRAINABLE
 from factorpack.tune.trim import Curvature, trim, without_dead_rows
 
 Finish = Callable[[Packed], Packed]
@@ -172,7 +173,8 @@ def budget_for(packed: Packed, ratio: float, finish: Finish | None) -> int:
 
 
 def _zeroed(encoded: Encoded) -> Encoded:
-    if encoded.kind == "codewords":  # training leaves its indices
+    trainable = TRAINABLE.get(encoded.kind)
+    if trainable is None or not trainable.trains_codes:
         return encoded
     parts = {
         name: torch.zeros_like(part) if name in encoded.bits else part for name, part in encoded.parts.items()

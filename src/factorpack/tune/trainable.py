@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from factorpack.decoding import LAYOUTS, codeword_indices, level_range, narrowed, summed_codewords
 from factorpack.errors import PlanError
+from factorpack.kinds import KINDS
+from factorpack.kinds.base import cast_clamped
+from factorpack.kinds.codewords import codeword_indices, sum_codewords
+from factorpack.kinds.levels import level_range
+from factorpack.kinds.product import Product
 from factorpack.quantize.straight_through import fake_quantize, straight_through
 from factorpack.quantize.uniform import root_mean_square, to_codes
 from factorpack.record import Encoded
-from factorpack.tiles import from_tiles
 
 UNITS_A_CODE = 32.0
 SPREADS_A_UNIT = 16.0
@@ -36,6 +39,8 @@ class Trainable(Protocol):
     """A module that makes a weight and can say what it would be stored as."""
 
     like: Encoded
+    trains_codes: ClassVar[bool]
+    """Whether training changes its codes, and not only what they stand for."""
 
     def forward(self) -> Tensor: ...
 
@@ -155,10 +160,15 @@ class LevelRows(QuantizedRows):
 class TrainableFactors(nn.Module):
     """W~ = Q(C) Q(Z) + mu. Where a threshold made extra zeros, the zeros of Z stay zero."""
 
+    trains_codes: ClassVar[bool] = True
+
     def __init__(self, encoded: Encoded) -> None:
         super().__init__()
         _check_free(encoded)
         self.like = encoded
+        kind = KINDS[encoded.kind]
+        assert isinstance(kind, Product)
+        self.kind = kind
         parts, bits = encoded.parts, encoded.bits
         mask = parts["latent"] != 0 if encoded.extra_zeros else None
         # Factors that are both fine are an SVD's, short of rank; of others it is the rounding that is short.
@@ -175,7 +185,7 @@ class TrainableFactors(nn.Module):
     def forward(self) -> Tensor:
         product = self.codebook() @ self.latent()
         matrix = product if self.mean is None else product + self.mean
-        return LAYOUTS[self.like.kind](matrix, self.like.shape, self.like.transposed_groups)
+        return self.kind.from_product(matrix, self.like.layout)
 
     def encoded(self) -> Encoded:
         parts = {
@@ -190,7 +200,9 @@ class TrainableFactors(nn.Module):
 
 
 class TrainableScalar(nn.Module):
-    """W = Q(w; s): learned-step quantization of a code a weight. A threshold's zeros stay zero."""
+    """W = Q(w; s): learned-step quantization with one code per weight. A threshold's zeros stay zero."""
+
+    trains_codes: ClassVar[bool] = True
 
     def __init__(self, encoded: Encoded) -> None:
         super().__init__()
@@ -203,14 +215,16 @@ class TrainableScalar(nn.Module):
         self.rows = QuantizedRows(codes, scale, bits, mask, units)
 
     def forward(self) -> Tensor:
-        return from_tiles(self.rows().T, self.like.shape, self.like.transposed_groups)
+        return self.like.layout.from_tiles(self.rows().T)
 
     def encoded(self) -> Encoded:
         return _like(self.like, {"codes": self.rows.codes(), "scale": self.rows.scales()})
 
 
 class TrainableLevels(nn.Module):
-    """W = v[Q(w)]: a code a weight, and learned levels."""
+    """W = v[Q(w)]: one code per weight, and learned levels."""
+
+    trains_codes: ClassVar[bool] = True
 
     def __init__(self, encoded: Encoded) -> None:
         super().__init__()
@@ -218,7 +232,7 @@ class TrainableLevels(nn.Module):
         self.rows = LevelRows(encoded.parts["codes"], encoded.parts["levels"], encoded.bits["codes"])
 
     def forward(self) -> Tensor:
-        return from_tiles(self.rows().T, self.like.shape, self.like.transposed_groups)
+        return self.like.layout.from_tiles(self.rows().T)
 
     def encoded(self) -> Encoded:
         levels = self.rows.stored_levels().detach().to(self.rows.level_dtype)
@@ -232,6 +246,8 @@ class TrainableCodewords(nn.Module):
     `numbers` are in units of about 16 times the codebook's spread, so that rates which suit codes suit them:
     3e-4 moves a codeword by half a percent of the spread at most.
     """
+
+    trains_codes: ClassVar[bool] = False
 
     def __init__(self, encoded: Encoded) -> None:
         super().__init__()
@@ -247,11 +263,11 @@ class TrainableCodewords(nn.Module):
     def forward(self) -> Tensor:
         values = self.numbers * self.unit
         codebook = straight_through(values, self._stored(values).float())
-        tiles = summed_codewords(codebook, self.indices)
-        return from_tiles(tiles.T, self.like.shape, self.like.transposed_groups)
+        tiles = sum_codewords(codebook, self.indices)
+        return self.like.layout.from_tiles(tiles.T)
 
     def _stored(self, values: Tensor) -> Tensor:
-        return narrowed(values.detach(), self.like.parts["codebook"].dtype)
+        return cast_clamped(values.detach(), self.like.parts["codebook"].dtype)
 
     def encoded(self) -> Encoded:
         codebook = self._stored(self.numbers * self.unit)
@@ -268,7 +284,8 @@ TRAINABLE: dict[
     "scalar": TrainableScalar,
     "levels": TrainableLevels,
 }
-"""Kinds that are trained in their packed form; kept tensors are trained as they are."""
+"""Kinds that are trained in their packed form. Kept tensors are trained as they are; every other kind stays
+fixed, as it was stored."""
 
 
 def _check_free(encoded: Encoded) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from factorpack.decoding import LAYOUTS
+from factorpack.kinds import KINDS
 from factorpack.record import Encoded
 from factorpack.tune.rate import fit_table
 from factorpack.tune.trainable import QuantizedRows
@@ -60,7 +60,7 @@ def without_dead_rows(encoded: Encoded) -> Encoded:
 
     The weight is the same, since all that goes is terms of zero. One row is always kept.
     """
-    if encoded.kind not in LAYOUTS:
+    if not KINDS[encoded.kind].is_product:
         return encoded
     parts = dict(encoded.parts)
     alive = parts["latent"].any(1) & parts["codebook"].any(0)  # (k,)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from factorpack.comparison.permute.order_search import Child, Order, search_order
 from factorpack.errors import WeightError
-from factorpack.tiles import to_tiles
+from factorpack.weight import Weight
 from tests.helpers import assert_close, seeded
 
 
@@ -33,7 +33,7 @@ def test_log_det_is_that_of_the_covariance_of_the_tiles(unit: int, channels: int
     values = weight(rows=60, unit=unit)
     child = Child.of(values, channels, floor=0.0)
     order = torch.randperm(8, generator=torch.Generator().manual_seed(3))
-    tiles = to_tiles(values[:, order].flatten(1), channels * unit)
+    tiles = Weight(values[:, order].flatten(1)).tiles(channels * unit)
     expected = tiles.shape[1] * torch.logdet(torch.cov(tiles, correction=0))
     assert_close(child.log_det(child.sums(order)), expected)
 

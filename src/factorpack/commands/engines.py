@@ -1,33 +1,14 @@
-"""The options of commands that can run over an engine."""
+"""The engines that --engine names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
-
-import typer
 
 from factorpack.engine import Engine, Local, Ray
 from factorpack.errors import PlanError
 
 ENGINES: dict[str, Callable[[int], Engine]] = {"local": Local, "ray": Ray}
-"""Each from a number of workers; 0 is all there are."""
-
-EngineName = Annotated[
-    str | None,
-    typer.Option(
-        "--engine",
-        help="Spread the work: 'local' over processes here, 'ray' over a Ray cluster (or one it starts here). "
-        "Killed, the same command goes on from what is done.",
-        show_default=False,
-    ),
-]
-EngineWorkers = Annotated[
-    int,
-    typer.Option(
-        "--workers", help="With --engine: how many at once. Default: one a core.", show_default=False
-    ),
-]
+"""Each is made from a number of workers; 0 means as many as there are cores."""
 
 
 def engine_of(name: str | None, workers: int) -> Engine | None:

@@ -1,0 +1,137 @@
+"""`factorpack compress`: `fp.compress` in Python."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from factorpack.commands.compress_request import CompressRequest
+from factorpack.commands.console import print_json, print_line
+from factorpack.commands.engines import engine_of
+from factorpack.commands.method_options import MethodOptions
+from factorpack.commands.options import (
+    Bits,
+    EngineName,
+    EngineWorkers,
+    Exclude,
+    ImageSize,
+    Json,
+    LatentBits,
+    MaxBytes,
+    MethodName,
+    OptionalModel,
+    Output,
+    Rank,
+    Ratio,
+    RecipeName,
+    Samples,
+    Settings,
+    Source,
+    Sparsity,
+)
+from factorpack.report.text import size_json, size_summary
+
+
+def compress(
+    source: Source,
+    output: Output,
+    ratio: Ratio = None,
+    max_bytes: MaxBytes = None,
+    max_loss: Annotated[
+        float | None,
+        typer.Option(help="Or: the smallest file whose outputs diverge by at most this many nats. Slow."),
+    ] = None,
+    method: MethodName = None,
+    settings: Settings = None,
+    rank: Rank = None,
+    latent_bits: LatentBits = None,
+    sparsity: Sparsity = None,
+    bits: Bits = None,
+    recipe: RecipeName = None,
+    exclude: Exclude = None,
+    model: OptionalModel = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder of images, no labels needed, or for a Hugging Face folder a text file: keep the "
+            "model's outputs close."
+        ),
+    ] = None,
+    samples: Samples = 256,
+    length: Annotated[int, typer.Option(help="Tokens per text to calibrate on.")] = 128,
+    image_size: ImageSize = 224,
+    curves: Annotated[
+        Path | None, typer.Option(help="Keep rate-distortion curves here (JSON), for this and later budgets.")
+    ] = None,
+    engine: EngineName = None,
+    workers: EngineWorkers = 0,
+    as_json: Json = False,
+) -> None:
+    """Compress a checkpoint into one small, safe file.
+
+    With --ratio or --max-bytes everything is chosen for you, and the file meets the budget: never over it, at
+    most 1 % under. That needs no data and no model; with both (--model, --calibration) the same bytes keep
+    far more accuracy. A Hugging Face folder has its model in it: --calibration takes a text file then, and
+    an output that does not end in .safetensors becomes a folder that opens with fp.hub.from_pretrained, with
+    tokenizer, config and a model card. With neither budget nor method a recipe for the model's family is
+    followed, if the tensors' names match one. With a method, biases, norms and the first convolution stay
+    raw and the classifier gets 4-bit codes. `factorpack plan` shows beforehand what the result would be.
+
+    Every setting of a method can be given with --set KEY=VALUE, as often as needed; `factorpack methods` lists
+    them with their defaults. --rank, --latent-bits, --sparsity and --bits are short for the usual ones.
+
+    With --engine each tensor is a task of its own, finished ones wait in OUTPUT.parts, and a method's file is
+    the same as without. A budget is then met from the weights alone: calibrated layers depend on each other,
+    which only one process can do.
+
+    Examples:
+
+        factorpack compress resnet18.safetensors -o small.safetensors --ratio 12
+
+        factorpack compress resnet18.safetensors -o small.safetensors --ratio 20
+        --model torchvision.models:resnet18 --calibration images/
+
+        factorpack compress model.pt -o small.safetensors --rank 128 --latent-bits 3 --set tile=128
+
+        factorpack compress model.pt -o small.safetensors --method nncodec --set qp=-20
+
+        factorpack compress folder/ -o small.safetensors --method scalar --bits 4 --exclude 'lm_head.*'
+
+        factorpack compress folder/ -o small-folder --ratio 8 --calibration sentences.txt
+
+        factorpack compress folder/ -o small.safetensors --method scalar --bits 4 --engine local --workers 8
+    """
+    shorthands = {"rank": rank, "latent_bits": latent_bits, "sparsity": sparsity, "bits": bits}
+    request = CompressRequest(
+        source,
+        MethodOptions(method, shorthands, settings or []),
+        ratio,
+        max_bytes,
+        max_loss,
+        recipe,
+        exclude or [],
+        model,
+        calibration,
+        samples,
+        length,
+        image_size,
+        curves,
+        engine_of(engine, workers),
+    )
+    request.check_outputs(output)
+    request.check()
+    _run(request.with_recipe(quiet=as_json), output, as_json)
+
+
+def _run(request: CompressRequest, output: Path, as_json: bool) -> None:
+    started = time.perf_counter()
+    report = request.run(output, progress=not as_json).size()
+    seconds = time.perf_counter() - started
+    if as_json:
+        found = {"path": str(output), "seconds": seconds, "recipe": request.recipe}
+        print_json({**found, **size_json(report)})
+    else:
+        print_line(f"{output}: {size_summary(report)}, in {seconds:.1f} s")

@@ -1,0 +1,166 @@
+"""What `compress` and `plan` are told, in one object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from factorpack.budget.planner import Planner
+from factorpack.budget.preview import Preview, plan
+from factorpack.commands.console import print_line
+from factorpack.commands.method_options import MethodOptions
+from factorpack.compression import compress
+from factorpack.engine import Engine
+from factorpack.errors import PlanError
+from factorpack.format.overwrite import check_output
+from factorpack.hub.folder import is_model_folder, open_folder
+from factorpack.hub.load import from_pretrained, tokenizer_of
+from factorpack.hub.save import write_folder
+from factorpack.hub.texts import line_batches, token_batches
+from factorpack.packed import Packed
+from factorpack.planning.families import AUTO, DEFAULT_METHOD, NONE, named_recipe, recipe_file
+from factorpack.source import model_from, open_source
+from factorpack.tune.images import unlabelled
+from factorpack.tune.models import device, weights_into
+
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+"""How the names of classes end that predict the next token."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompressRequest:
+    """A checkpoint, and a budget or a method, with all that goes with them."""
+
+    source: Path
+    method: MethodOptions = field(default_factory=MethodOptions)
+    ratio: float | None = None
+    max_bytes: int | None = None
+    max_loss: float | None = None
+    recipe: str | None = None
+    """As the user names it; `with_recipe` settles which one it is."""
+    exclude: Sequence[str] = ()
+    model: str | None = None
+    calibration: Path | None = None
+    """A folder of images, or a text file for a model that has a folder."""
+    samples: int = 256
+    length: int = 128
+    """Tokens per text."""
+    image_size: int = 224
+    curves: Path | None = None
+    engine: Engine | None = None
+
+    @property
+    def has_budget(self) -> bool:
+        return any(budget is not None for budget in (self.ratio, self.max_bytes, self.max_loss))
+
+    def check(self) -> None:
+        """Refuses what does not go together, before any work is done."""
+        if self.has_budget and self.method.given:
+            raise PlanError("a budget chooses methods and settings itself: give one or the other")
+        if self.method.given and self.recipe not in (None, NONE):
+            raise PlanError("a recipe states methods and settings itself: give one or the other")
+        uses_model = self.model is not None or self.calibration is not None
+        if self.engine is not None and (uses_model or self.curves is not None or self.max_loss is not None):
+            raise PlanError(
+                "with --engine a budget is met from the weights alone, and so is a method; curves are kept "
+                "beside the file: leave out --model, --calibration, --curves and --max-loss, or --engine"
+            )
+        if not self.has_budget and (self.curves is not None or (uses_model and not self.method.given)):
+            raise PlanError(
+                "--model, --calibration and --curves serve a budget: give --ratio or --max-bytes "
+                "(a --method takes --model and --calibration too)"
+            )
+        if self.method.given and self.model is not None and self.calibration is None:
+            raise PlanError("with a method, --model serves --calibration: give both")
+        self.method.make()
+
+    def check_outputs(self, output: Path) -> None:
+        """No file that is read may be written over."""
+        for written in (output, self.curves):
+            if written is not None:
+                check_output(written, self.source, self.calibration, recipe_file(self.recipe))
+        if self.curves is not None:
+            check_output(output, self.curves)
+
+    def with_recipe(self, quiet: bool = False) -> CompressRequest:
+        """The request with the recipe it will follow, by name; one that nobody named is announced."""
+        if self.method.given:
+            return replace(self, recipe=None)
+        # With calibration, what matters in this very model is measured: no family's habits are needed.
+        wanted = self.recipe or (NONE if self.calibration is not None else AUTO)
+        found = named_recipe(wanted, open_source(self.source), DEFAULT_METHOD)
+        if found is not None and self.recipe is None and not quiet:
+            print_line(f"recipe {found[0]}: {found[1].about} (--recipe none goes without)")
+        return replace(self, recipe=None if found is None else found[0])
+
+    def preview(self) -> Preview:
+        """What `run` would come to."""
+        budget = {"ratio": self.ratio, "max_bytes": self.max_bytes}
+        return plan(self.source, self.method.make(), exclude=self.exclude, recipe=self.recipe, **budget)  # type: ignore[arg-type]
+
+    def run(self, output: Path, progress: bool = True) -> Packed:
+        """Writes a packed file, or a folder for a model's folder."""
+        if not is_model_folder(self.source) or output.suffix == ".safetensors":
+            return self._write(output, progress)
+
+        def write(path: Path) -> Packed:
+            return self._write(path, progress)
+
+        folder = open_folder(self.source)
+        return write_folder(output, folder, _write_beside(output, write) if self.engine else write)
+
+    def _write(self, path: Path, progress: bool) -> Packed:
+        source, batches = self._model_and_batches()
+        planned = self.has_budget and self.engine is None
+        return compress(
+            source,
+            self.method.make(),
+            ratio=self.ratio,
+            max_bytes=self.max_bytes,
+            max_loss=self.max_loss,
+            exclude=self.exclude,
+            recipe=self.recipe,
+            calibration=batches,
+            planner=Planner(samples=self.samples) if planned else None,
+            curves=self.curves,
+            to=path,
+            engine=self.engine,
+            progress=progress,
+        )
+
+    def _model_and_batches(self) -> tuple[Path | nn.Module, Iterable[Any] | None]:
+        """What is compressed, and what it is calibrated on: images, a text, or nothing."""
+        if self.model is None and self.calibration is None:
+            return self.source, None
+        if self.model is not None:
+            net = weights_into(model_from(self.model), self.source).to(device())
+            if self.calibration is None:
+                return net, None
+            return net, unlabelled(self.calibration, self.samples, self.image_size)
+        if not is_model_folder(self.source):
+            raise PlanError(
+                "--calibration runs the model on images: say what makes it with --model module:callable"
+            )
+        return from_pretrained(self.source).to(device()), self._texts()
+
+    def _texts(self) -> Iterable[Any]:
+        """A model that predicts the next token reads windows without a gap; any other reads line by line."""
+        assert self.calibration is not None
+        folder = open_folder(self.source)
+        batches = token_batches if folder.architecture.endswith(_CAUSAL) else line_batches
+        return batches(self.calibration, tokenizer_of(folder), self.length, self.samples)
+
+
+def _write_beside(output: Path, write: Callable[[Path], Packed]) -> Callable[[Path], object]:
+    """Writes beside a folder that is being made, and moves it in: a killed run finds its parts again."""
+
+    def put(path: Path) -> None:
+        beside = output.with_name(f"{output.name}.packed.safetensors")
+        write(beside)
+        beside.replace(path)
+
+    return put

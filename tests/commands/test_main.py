@@ -1,0 +1,126 @@
+"""The command line as a whole: in process through `main`, and as an installed program."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from inspect import getdoc
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from safetensors.torch import load_file
+
+import factorpack as fp
+from factorpack import commands
+from tests.commands.running import invoke, printed, run
+from tests.helpers import assert_same_tensor, seeded
+
+
+def test_there_and_back(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed, back = tmp_path / "small.safetensors", tmp_path / "back.safetensors"
+    assert run(monkeypatch, "compress", checkpoint, "-o", packed, "--set", "tile=64", "--json") == 0
+    made = printed(capsys)
+    assert made["file_bytes"] == packed.stat().st_size
+    assert made["file_ratio"] == made["original_bytes"] / made["file_bytes"]
+
+    assert run(monkeypatch, "inspect", packed, "--json") == 0
+    seen = printed(capsys)
+    assert {"file_bytes", "file_ratio", "paper_ratio", "tensors"} <= set(seen)
+    assert seen["file_bytes"] == packed.stat().st_size
+    assert sum(sum(line["stored_bytes"].values()) for line in seen["tensors"]) == seen["file_bytes"]
+
+    assert run(monkeypatch, "decode", packed, "-o", back) == 0
+    capsys.readouterr()
+    for name, tensor in fp.load(packed).state_dict().items():
+        assert_same_tensor(load_file(back)[name], tensor)
+
+    assert run(monkeypatch, "verify", packed, "--against", checkpoint, "--json") == 0
+    checked = printed(capsys)
+    assert checked["ok"] is True
+    errors = {line["name"]: line["relative_error"] for line in checked["tensors"]}
+    original, decoded = (
+        load_file(checkpoint)["conv2.weight"].double(),
+        load_file(back)["conv2.weight"].double(),
+    )
+    assert errors["conv2.weight"] == pytest.approx(float((decoded - original).norm() / original.norm()))
+    assert errors["conv1.weight"] == errors["steps"] == 0.0
+
+
+def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"factorpack {fp.__version__}\n"
+
+
+@pytest.mark.parametrize("command", list(commands.COMMANDS))
+def test_help_teaches(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, command, "--help") == 0
+    assert "Usage: factorpack" in capsys.readouterr().out
+
+
+def test_the_overview_says_what_each_command_says() -> None:
+    for name, command in commands.COMMANDS.items():
+        first = (getdoc(command.load()) or "").partition("\n")[0]
+        assert command.summary == first, name
+
+
+def test_a_misspelt_command_is_answered_with_the_right_one() -> None:
+    result = invoke("inspct", "x")
+    assert result.exit_code == 2
+    assert "Did you mean 'inspect'?" in " ".join(result.output.split())
+
+
+def test_modules_are_modules() -> None:
+    """Importing the package must not put a function in a module's place."""
+    for command in commands.COMMANDS.values():
+        command.load()
+        assert isinstance(getattr(commands, command.module), ModuleType)
+
+
+COMPRESSOR = (
+    "methods",
+    "solve",
+    "planning",
+    "budget",
+    "per_tensor",
+    "compression",
+    "calibrate",
+    "tune",
+    "hub",
+    "comparison",
+    "onnx",
+    "engine",
+)
+READERS = (
+    ["--help"],
+    ["--version"],
+    ["inspect", "FILE"],
+    ["decode", "FILE", "-o", "OUT"],
+    ["verify", "FILE"],
+)
+
+
+@pytest.mark.parametrize("words", READERS, ids=lambda words: words[0])
+def test_what_only_reads_imports_no_compressor(words: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "small.safetensors"
+    fp.save(fp.compress({"a.weight": seeded(8, 8)}, fp.Scalar(4), progress=False), file)
+    given = [{"FILE": str(file), "OUT": str(tmp_path / "out.safetensors")}.get(word, word) for word in words]
+    code = f"""
+import sys
+from factorpack.commands import main
+sys.argv = ["factorpack", *{given!r}]
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code, ended.code
+rooms = {{name.split(".")[1] for name in sys.modules if name.startswith("factorpack.")}}
+assert not rooms & set({COMPRESSOR!r}), rooms & set({COMPRESSOR!r})
+heavy = {{"transformers", "sklearn", "matplotlib", *(["torch"] if {words[0].startswith("--")} else [])}}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
