@@ -34,15 +34,15 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.run benchmarks/experiments/speed
 
 fuzz: $(READY)
-	$(BIN)/python -m benchmarks.fuzz_reader --files 100000
-	$(BIN)/python -m benchmarks.fuzz_recipes --cases 20000
-	$(BIN)/python -m benchmarks.fuzz_cli --cases 3000
+	$(BIN)/python -m tools.fuzz_reader --files 100000
+	$(BIN)/python -m tools.fuzz_recipes --cases 20000
+	$(BIN)/python -m tools.fuzz_cli --cases 3000
 
 wheel: $(READY)
-	benchmarks/wheel.sh dist $(BIN)/python
+	tools/wheel.sh dist $(BIN)/python
 
 wheel-twice: $(READY)
-	benchmarks/wheel_twice.sh $(BIN)/python
+	tools/wheel_twice.sh $(BIN)/python
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -18,7 +18,7 @@ RATIO = 40
 
 
 def net() -> nn.Sequential:
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 256), nn.Linear(256, 10))
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.Linear(256, 10))
 
 
 def prepare(folder: Path) -> None:

@@ -52,6 +52,7 @@ def test_the_method_that_docs_add_keeps_the_contract() -> None:
     subprocess.run([sys.executable, "-c", f"import factorpack.decoding\n{block}\n{used}"], check=True)
 
 
+@pytest.mark.usefixtures("trained_once")
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if blocks(page, "python") and page != "docs/adding-a-method.md"]
 )

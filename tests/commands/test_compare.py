@@ -35,7 +35,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def arguments(checkpoint: Path, folder: Path, *more: object) -> list[object]:
-    common = ["--model", MODEL, "--methods", "planned, lsq,vq", "--ratios", "4,8", "--image-size", SIDE]
+    common = ["--model", MODEL, "--methods", "planned, lsq,scalar", "--ratios", "4,8", "--image-size", SIDE]
     return ["compare", checkpoint, "-o", folder, *common, "--workers", 0, *more]
 
 
@@ -47,7 +47,7 @@ def test_a_table_a_json_and_a_figure(checkpoint: Path, data: Path, tmp_path: Pat
     document = json.loads((folder / "compare.json").read_text())
     points = document["points"]
     assert [(point["method"], point["asked_ratio"]) for point in points] == [
-        (name, ratio) for name in ("planned", "lsq", "vq") for ratio in (4.0, 8.0)
+        (name, ratio) for name in ("planned", "scalar", "lsq") for ratio in (4.0, 8.0)
     ]
     assert 0 <= document["original"]["top1"] <= 1
     assert all(0 <= point["measured"]["top1"] <= 1 for point in points if point["file"])

@@ -32,7 +32,8 @@ def test_every_task_is_run_once() -> None:
     assert list(FORK.run([])) == []
 
 
-def test_new_interpreters_have_one_thread_and_tell_their_peak() -> None:
+def test_new_interpreters_have_one_thread_and_tell_their_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")  # else every interpreter would have one
     tasks = [Task("threads", works.threads), Task("process", works.process)]
     (first, second) = Local(workers=1).run(tasks)
     assert {first.task.name: first.value, second.task.name: second.value}["threads"] == 1

@@ -1,4 +1,4 @@
-"""Kills commands at random moments and lets them go on: `python -m benchmarks.kill_runs --kills 60`.
+"""Kills commands at random moments and lets them go on: `python -m tools.kill_runs --kills 60`.
 
 Each command runs undisturbed once. Then it is run again in an empty folder, killed with its workers at a
 random moment (SIGKILL to the whole process group), started again, and so on until it ends by itself. After
@@ -281,7 +281,7 @@ def main() -> None:
     begun = time.perf_counter()
     found = run(arguments.kills, arguments.seed, arguments.commands)
     document = {
-        "command": f"python -m benchmarks.kill_runs --kills {arguments.kills} --seed {arguments.seed}",
+        "command": f"python -m tools.kill_runs --kills {arguments.kills} --seed {arguments.seed}",
         "machine": machine(),
         "seconds": round(time.perf_counter() - begun, 1),
         "kills": sum(count["kills"] for count in found.values()),

@@ -1,4 +1,4 @@
-"""Reads made-up recipes: `python -m benchmarks.fuzz_recipes --cases 20000 --seed 1`.
+"""Reads made-up recipes: `python -m tools.fuzz_recipes --cases 20000 --seed 1`.
 
 A recipe is text from anywhere. It may become a Recipe that plans a model, or a PlanError, and nothing else:
 no other exception, no long wait. The exit status says whether this held; the counts are left as JSON.
@@ -26,7 +26,7 @@ from factorpack.planning.families import FAMILIES, family_text
 from factorpack.planning.recipe import recipe_from
 from factorpack.source import open_source
 
-RESULTS = Path(__file__).parent / "results" / "fuzz"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "fuzz"
 CASE_SECONDS = 5.0
 FALLBACK = QSPCA(rank=16, latent_bits=4)
 MODEL = open_source(
@@ -233,7 +233,7 @@ def main() -> int:
 def record(name: str, number: int, outcome: Outcome) -> int:
     """Leaves the counts as JSON, says them, and returns the exit status."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    command = f"python -m benchmarks.fuzz_{name} --cases {outcome.cases} --seed {number}"
+    command = f"python -m tools.fuzz_{name} --cases {outcome.cases} --seed {number}"
     document = {
         "command": command,
         "cases": outcome.cases,

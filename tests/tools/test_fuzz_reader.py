@@ -1,4 +1,4 @@
-"""A sample of what `python -m benchmarks.fuzz_reader` does at length."""
+"""A short run of `python -m tools.fuzz_reader`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fuzz_reader
-from benchmarks.fuzz_reader import KINDS, OTHER, REFUSED, SAME, damaged, fuzz, judge, originals
 from factorpack.format import container
+from tools import fuzz_reader
+from tools.fuzz_reader import KINDS, OTHER, REFUSED, SAME, damaged, fuzz, judge, originals
 
 FILES = 1500
 

@@ -1,4 +1,4 @@
-"""Gives the command line what nobody would: `python -m benchmarks.fuzz_cli --cases 3000 --seed 1`.
+"""Gives the command line what nobody would: `python -m tools.fuzz_cli --cases 3000 --seed 1`.
 
 Every command gets arguments at random, and files that are whole, damaged, of another kind or not there. It
 may end with the exit codes 0, 1 and 2 and with no other exception than that; it may write where it stands,
@@ -32,10 +32,10 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import factorpack as fp
-from benchmarks.fuzz_reader import DAMAGES
-from benchmarks.fuzz_recipes import Outcome, record
 from factorpack import commands as cli
 from factorpack.methods import METHODS
+from tools.fuzz_reader import DAMAGES
+from tools.fuzz_recipes import Outcome, record
 
 CASE_SECONDS = 60.0
 MEMORY_BYTES = 4 << 30
@@ -44,7 +44,7 @@ DAMAGED = 4
 TRAINS = "demo"
 """A minute of work whatever it is given: it gets arguments that do not fit alone."""
 MODELS = (
-    *["benchmarks.fuzz_cli:Net"] * 6,
+    *["tools.fuzz_cli:Net"] * 6,
     "torch.nn:Identity",
     "torch.nn:Linear",
     "os:getcwd",

@@ -1,4 +1,4 @@
-"""Damages packed files at random and reads them: `python -m benchmarks.fuzz_reader --files 100000 --seed 1`.
+"""Damages packed files at random and reads them: `python -m tools.fuzz_reader --files 100000 --seed 1`.
 
 A reader may refuse a file with FormatError and with nothing else. What it accepts must be the original,
 bit for bit, unless the damage came with checksums made right; then it may be any other model, but it

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Builds the wheel twice, as two people would, compares the bytes, and looks for what must be inside:
-# benchmarks/wheel_twice.sh [PYTHON]
+# tools/wheel_twice.sh [PYTHON]
 set -euo pipefail
 python=$(realpath -s "${1:-.venv/bin/python}")
 cd "$(dirname "$0")/.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-(umask 022 && TZ=UTC PYTHONHASHSEED=1 benchmarks/wheel.sh "$work/one" "$python")
+(umask 022 && TZ=UTC PYTHONHASHSEED=1 tools/wheel.sh "$work/one" "$python")
 sleep 2 # a clock that shows in the wheel would show another time
-(umask 077 && TZ=Asia/Tokyo PYTHONHASHSEED=2 benchmarks/wheel.sh "$work/another" "$python")
+(umask 077 && TZ=Asia/Tokyo PYTHONHASHSEED=2 tools/wheel.sh "$work/another" "$python")
 first=$(echo "$work"/one/*.whl)
 cmp "$first" "$work"/another/*.whl
 "$python" - "$first" <<'PYTHON'

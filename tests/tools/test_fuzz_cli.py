@@ -1,4 +1,4 @@
-"""A sample of what `benchmarks.fuzz_recipes` and `benchmarks.fuzz_cli` do at length."""
+"""A short run of `python -m tools.fuzz_cli`."""
 
 from __future__ import annotations
 
@@ -7,22 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fuzz_cli, fuzz_recipes
 from factorpack import commands as cli
-from factorpack.planning import recipe
-
-
-def test_a_recipe_is_read_or_refused() -> None:
-    outcome = fuzz_recipes.fuzz(150, 0)
-    assert outcome.violations == []
-    assert {"refused", "planned"} <= set(outcome.counts) <= {"refused", "planned", "read, and fits no model"}
-
-
-def test_the_fuzzer_sees_another_exception(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no use if it cannot fail."""
-    monkeypatch.setattr(recipe, "KEYS", ("default", "layers"))
-    monkeypatch.setattr(recipe, "_patterns", lambda document, key: document[key])
-    assert any("KeyError" in line for line in fuzz_recipes.fuzz(20, 0).violations)
+from tools import fuzz_cli
 
 
 def test_the_command_line_ends_well() -> None:

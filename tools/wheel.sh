@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the wheel of the last commit into a folder: benchmarks/wheel.sh FOLDER [PYTHON]. The date is the
+# Builds the wheel of the last commit into a folder: tools/wheel.sh FOLDER [PYTHON]. The date is the
 # commit's and the files are those of a clean copy, whoever builds it and wherever. Needs setuptools, no network.
 set -euo pipefail
 folder=$(realpath -m "$1")
