@@ -91,7 +91,7 @@ def open_source(source: Checkpoint) -> Source:
     return _open_path(Path(source))
 
 
-def model_from(reference: str) -> nn.Module:
+def import_model(reference: str) -> nn.Module:
     """The model that `module:callable` builds, as in `torchvision.models:resnet18`; this runs its code."""
     module_name, _, attribute = reference.partition(":")
     if not module_name or not attribute:

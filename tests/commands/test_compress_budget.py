@@ -12,7 +12,7 @@ from torch import nn
 
 import factorpack as fp
 from factorpack.errors import SourceError
-from factorpack.tune.images import unlabelled
+from factorpack.tune.images import unlabelled_batches
 from tests.commands.running import SIDE, failure, ok
 from tests.helpers import seeded
 from tests.tune.small_net import pictures
@@ -68,7 +68,7 @@ def test_pictures_and_a_model_keep_the_outputs_closer(checkpoint: Path, folder: 
     model = ["--model", MODEL, "--calibration", folder, "--image-size", SIDE]
     ok("compress", checkpoint, "-o", seeing, "--ratio", 16, *model)
     assert seeing.stat().st_size <= original_bytes() / 16
-    batches = torch.cat(list(unlabelled(folder, 100, SIDE)))
+    batches = torch.cat(list(unlabelled_batches(folder, 100, SIDE)))
     with torch.no_grad():
         wanted = wide_net()(batches)
         errors = [
@@ -142,10 +142,10 @@ def test_what_does_not_go_together(arguments: tuple[object, ...], checkpoint: Pa
 
 
 def test_pictures_are_spread_over_all_there_are(folder: Path, tmp_path: Path) -> None:
-    every = torch.cat(list(unlabelled(folder, 1000, SIDE, batch_size=3)))
-    few = torch.cat(list(unlabelled(folder, 2, SIDE)))
+    every = torch.cat(list(unlabelled_batches(folder, 1000, SIDE, batch_size=3)))
+    few = torch.cat(list(unlabelled_batches(folder, 2, SIDE)))
     assert every.shape[1:] == (3, SIDE, SIDE)
     assert torch.equal(few, every[[0, len(every) // 2]])
     (tmp_path / "empty").mkdir()
     with pytest.raises(SourceError, match="holds no images"):
-        list(unlabelled(tmp_path / "empty", 4, SIDE))
+        list(unlabelled_batches(tmp_path / "empty", 4, SIDE))

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import factorpack as fp
 from factorpack.commands.method_options import MethodOptions, known_settings, settings_of, shown
 from factorpack.methods import METHODS, ProjectedGradient
-from factorpack.tune.images import unlabelled
+from factorpack.tune.images import unlabelled_batches
 from tests.commands.running import MODEL, SIDE, failure, ok
 from tests.helpers import seeded
 from tests.tune.small_net import build, pictures
@@ -139,7 +139,7 @@ def test_a_solver_and_the_data_it_needs(tmp_path: Path) -> None:
     data = ["--model", MODEL, "--calibration", tmp_path / "images", "--image-size", SIDE]
     ok("compress", source, "-o", packed, *as_options(settings), *data)
     method = fp.QSPCA(6, 4, tile=16, solver=ProjectedGradient(**SOLVER))  # type: ignore[arg-type]
-    batches = list(unlabelled(tmp_path / "images", 256, SIDE))
+    batches = list(unlabelled_batches(tmp_path / "images", 256, SIDE))
     fp.save(fp.compress(build(), method, calibration=batches, progress=False), tmp_path / "expected")
     assert packed.read_bytes() == (tmp_path / "expected").read_bytes()
     words = ["compress", source, "-o", packed, *as_options(settings)]

@@ -1,8 +1,9 @@
 """What every method promises, whatever its settings and the weight's shape, type and unit.
 
-A new method joins by an entry in each table. Cases are pairwise: every setting meets every shape, every type
-and every unit, and every shape every type and unit. Settings and shapes meet types and units as one, so what
-needs three of them at once is seen too, on some shape or with some setting.
+A new method joins by itself, with the settings it is compared by; an entry in each table adds others. Cases
+are pairwise: every setting meets every shape, every type and every unit, and every shape every type and unit.
+Settings and shapes meet types and units as one, so what needs three of them at once is seen too, on some
+shape or with some setting.
 """
 
 from __future__ import annotations
@@ -95,6 +96,11 @@ LADDERS: dict[str, tuple[Method, ...]] = {
 }
 """Each method from few bits to many. LSQ's steps are a start, of which neighbours may swap in small rows;
 of ABC-Net's signs, those of the next entry are the last one's and more."""
+
+for _name, _method in METHODS.items():  # one that is in no table yet has the settings it is compared by
+    _ladder = next(iter(_method.ladders()), None) or (_method(),)
+    SETTINGS.setdefault(_name, (_ladder[0], _ladder[-1]))
+    LADDERS.setdefault(_name, tuple(_ladder))
 
 KEEPS_ANYTHING = {"keep"}
 """Methods that store numbers as they are, NaN included."""

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from factorpack.errors import PlanError, SourceError
-from factorpack.tune.images import MEAN, STD, ImageFolder, image_folder, loader, unlabelled
+from factorpack.tune.images import MEAN, STD, ImageFolder, image_folder, loader, unlabelled_batches
 from tests.helpers import assert_close
 
 
@@ -226,7 +226,7 @@ def test_numbers_that_would_stop_the_machine_are_refused(tmp_path: Path) -> None
         with pytest.raises(PlanError, match=f"the image size is {side}, allowed are 1 to 4096"):
             ImageFolder(tmp_path, side)
         with pytest.raises(PlanError, match="the image size"):
-            next(unlabelled(tmp_path, 1, side))
+            next(unlabelled_batches(tmp_path, 1, side))
     pictures = ImageFolder(tmp_path, 8)
     for workers in (-1, 10**6):
         with pytest.raises(PlanError, match=r"loading processes is .*, allowed are 0 to 64"):

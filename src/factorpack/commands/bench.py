@@ -21,8 +21,8 @@ from factorpack.packed import load
 from factorpack.report.text import human_bytes
 from factorpack.runtime.apply import MODES, Applied, Mode, resident_bytes
 from factorpack.runtime.timing import ROUNDS, least_seconds
-from factorpack.source import model_from
-from factorpack.tune.models import device
+from factorpack.source import import_model
+from factorpack.tune.models import default_device
 
 ORIGINAL, TWIN = "original", "original again"
 
@@ -117,9 +117,10 @@ def bench(
     size = _numbers("--shape", shape)
     generator = torch.Generator().manual_seed(0)
     inputs = [
-        torch.randn(count, *size, generator=generator).to(device()) for count in _numbers("--batch", batch)
+        torch.randn(count, *size, generator=generator).to(default_device())
+        for count in _numbers("--batch", batch)
     ]
-    rows = measure_modes(file, lambda: model_from(model), inputs, chosen, slack, rounds)
+    rows = measure_modes(file, lambda: import_model(model), inputs, chosen, slack, rounds)
     if as_json:
         print_json({"file": str(file), "rows": [asdict(row) for row in rows]})
     else:

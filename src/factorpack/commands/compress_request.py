@@ -23,9 +23,9 @@ from factorpack.hub.save import write_folder
 from factorpack.hub.texts import line_batches, token_batches
 from factorpack.packed import Packed
 from factorpack.planning.families import AUTO, DEFAULT_METHOD, NONE, named_recipe, recipe_file
-from factorpack.source import model_from, open_source
-from factorpack.tune.images import unlabelled
-from factorpack.tune.models import device, weights_into
+from factorpack.source import import_model, open_source
+from factorpack.tune.images import unlabelled_batches
+from factorpack.tune.models import default_device, load_weights
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 """How the names of classes end that predict the next token."""
@@ -137,15 +137,15 @@ class CompressRequest:
         if self.model is None and self.calibration is None:
             return self.source, None
         if self.model is not None:
-            net = weights_into(model_from(self.model), self.source).to(device())
+            net = load_weights(import_model(self.model), self.source).to(default_device())
             if self.calibration is None:
                 return net, None
-            return net, unlabelled(self.calibration, self.samples, self.image_size)
+            return net, unlabelled_batches(self.calibration, self.samples, self.image_size)
         if not is_model_folder(self.source):
             raise PlanError(
                 "--calibration runs the model on images: say what makes it with --model module:callable"
             )
-        return from_pretrained(self.source).to(device()), self._texts()
+        return from_pretrained(self.source).to(default_device()), self._texts()
 
     def _texts(self) -> Iterable[Any]:
         """A model that predicts the next token reads windows without a gap; any other reads line by line."""

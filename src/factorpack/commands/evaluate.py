@@ -19,9 +19,9 @@ from factorpack.hub.load import from_pretrained, tokenizer_of
 from factorpack.hub.texts import perplexity, windows
 from factorpack.packed import load
 from factorpack.runtime.apply import MODES, LayerReport, Mode
-from factorpack.source import model_from
+from factorpack.source import import_model
 from factorpack.tune.accuracy import evaluate as measure
-from factorpack.tune.models import device, weights_into
+from factorpack.tune.models import default_device, load_weights
 
 
 def evaluate(
@@ -68,7 +68,7 @@ def evaluate(
 
 
 def _evaluate_images(file: Path, model: str, images: ImageData, mode: str, as_json: bool) -> None:
-    net = model_from(model).to(device())
+    net = import_model(model).to(default_device())
     batches = images.validation()
     layers = _load_weights(file, net, mode, batches)
     found = measure(net, batches, progress=not as_json)
@@ -88,7 +88,7 @@ def _load_weights(file: Path, net: nn.Module, mode: str, batches: Any) -> tuple[
         return load(file).apply(net, cast(Mode, mode), example).layers
     if mode != "dense":
         raise PlanError(f"mode {mode!r} is for packed files, and {file} is none: 'dense' runs it")
-    weights_into(net, file)
+    load_weights(net, file)
     return ()
 
 
@@ -97,7 +97,7 @@ def _evaluate_text(source: Path, text: Path, length: int, mode: str, as_json: bo
         raise PlanError(f"mode {mode!r}, --perplexity knows dense, packed and factored")
     folder = open_folder(source)
     found = windows(text, tokenizer_of(folder), length)
-    net = from_pretrained(source, mode).to(device())  # type: ignore[arg-type]
+    net = from_pretrained(source, mode).to(default_device())  # type: ignore[arg-type]
     measured = perplexity(net, found, progress=not as_json)
     if as_json:
         print_json({"file": str(source), **asdict(measured), "length": length, "mode": mode})

@@ -13,7 +13,7 @@ from factorpack.commands.options import ImageSize, Json, Model, PackedFile
 from factorpack.onnx.exporter import export as export_onnx
 from factorpack.packed import load
 from factorpack.report.text import human_bytes
-from factorpack.source import model_from
+from factorpack.source import import_model
 
 
 def export(
@@ -39,7 +39,7 @@ def export(
     """
     packed = load(file)
     images = torch.zeros(2 if dynamic_batch else 1, 3, image_size, image_size)
-    made = export_onnx(packed, model_from(model), images, onnx, opset=opset, dynamic_batch=dynamic_batch)
+    made = export_onnx(packed, import_model(model), images, onnx, opset=opset, dynamic_batch=dynamic_batch)
     original = packed.size().original_bytes
     if as_json:
         found = {"path": str(onnx), "bytes": made.bytes, "original_bytes": original}

@@ -25,10 +25,10 @@ from factorpack.methods.settings import build_settings
 from factorpack.packed import Packed, load, save
 from factorpack.planning.families import DEFAULT_METHOD
 from factorpack.planning.recipe import Recipe, read_recipe
-from factorpack.source import model_from
+from factorpack.source import import_model
 from factorpack.tune.accuracy import Accuracy
 from factorpack.tune.accuracy import evaluate as measure
-from factorpack.tune.models import device, weights_into
+from factorpack.tune.models import default_device, load_weights
 from factorpack.tune.training import Schedule, is_main_process
 from factorpack.tune.training import finetune as tune
 
@@ -61,11 +61,11 @@ class FinetuneRequest:
         self.check()
         stated = {**(recipe.finetune if recipe else {}), **self.given}
         schedule: Schedule = build_settings(Schedule, stated, "fine-tuning")
-        net = model_from(self.model).to(device())
+        net = import_model(self.model).to(default_device())
         batches = self.images.training()
         teacher = None
         if self.teacher is not None:
-            teacher = weights_into(model_from(self.model), self.teacher).to(device())
+            teacher = load_weights(import_model(self.model), self.teacher).to(default_device())
         torch.manual_seed(schedule.seed)
         packed = self._packed(recipe, net, batches)
         is_first = os.environ.get("RANK", "0") == "0"  # among the processes of one run
@@ -93,7 +93,7 @@ class FinetuneRequest:
         if recipe is None:
             raise PlanError(f"{self.source} is not a packed file: give a --recipe to compress it by")
         rules = recipe.rules
-        weights_into(net, self.source)
+        load_weights(net, self.source)
         wanted = max(method.samples for method in (rules.method, *rules.layers.values()))
         calibration = batches if wanted else None
         return compress(
@@ -186,7 +186,7 @@ def _print_result(request: FinetuneRequest, as_json: bool) -> None:
     report = packed.size()
     found: Accuracy | None = None
     if request.images.has_validation:
-        net = packed.load_into(model_from(request.model)).to(device())
+        net = packed.load_into(import_model(request.model)).to(default_device())
         found = measure(net, request.images.validation(), progress=not as_json)
     if as_json:
         sizes = {"file_bytes": report.file_bytes, "file_ratio": report.file_ratio}

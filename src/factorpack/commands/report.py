@@ -18,7 +18,7 @@ from factorpack.packed import load
 from factorpack.report.facts import ComparisonFacts, PointFacts, gather
 from factorpack.report.html import write_page
 from factorpack.report.text import human_bytes, printable
-from factorpack.source import Checkpoint, model_from
+from factorpack.source import Checkpoint, import_model
 
 
 def report(
@@ -103,4 +103,4 @@ def _checkpoint(original: str | None) -> Checkpoint | None:
     """A path where there is one of that name, else what `module:callable` makes."""
     if original is None or Path(original).exists() or ":" not in original:
         return original
-    return model_from(original)
+    return import_model(original)

@@ -20,10 +20,10 @@ from factorpack.errors import PlanError
 from factorpack.format.locks import locked
 from factorpack.format.overwrite import check_output
 from factorpack.per_tensor import BASE_BYTES
-from factorpack.source import model_from, open_source
+from factorpack.source import import_model, open_source
 from factorpack.tune.accuracy import evaluate
-from factorpack.tune.images import ImageFolder, image_folder, loader, unlabelled
-from factorpack.tune.models import device, weights_into
+from factorpack.tune.images import ImageFolder, image_folder, loader, unlabelled_batches
+from factorpack.tune.models import default_device, load_weights
 from factorpack.tune.schedule import Schedule
 
 OUTPUTS = ("compare.json", "compare.md", "compare.png", "compare.svg")
@@ -89,10 +89,10 @@ class Request:
         ]
 
     def grid(self, progress: bool) -> Grid:
-        net = weights_into(model_from(self.model), self.source).to(device()).eval()
+        net = load_weights(import_model(self.model), self.source).to(default_device()).eval()
         batches = []
         if self.calibration is not None:
-            batches = list(unlabelled(self.calibration, self.samples, self.image_size))
+            batches = list(unlabelled_batches(self.calibration, self.samples, self.image_size))
         train = None
         if self.epochs and self.data is not None:
             folder = ImageFolder(image_folder(self.data, "train"), self.image_size, augment=True)

@@ -53,7 +53,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         ), number
 
 
-def unlabelled(folder: Path, samples: int, side: int = 224, batch_size: int = 32) -> Iterator[Tensor]:
+def unlabelled_batches(folder: Path, samples: int, side: int = 224, batch_size: int = 32) -> Iterator[Tensor]:
     """Batches of up to `samples` images from anywhere below a folder, evenly spaced over all of them."""
     _check("the image size", side, 1, MAX_SIDE)
     if not folder.is_dir():

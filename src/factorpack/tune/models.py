@@ -13,7 +13,7 @@ from factorpack.packed import load
 from factorpack.source import open_source
 
 
-def weights_into(model: nn.Module, file: Path) -> nn.Module:
+def load_weights(model: nn.Module, file: Path) -> nn.Module:
     if is_packed(file):
         return load(file).load_into(model)
     opened = open_source(file)
@@ -26,5 +26,5 @@ def weights_into(model: nn.Module, file: Path) -> nn.Module:
     return model
 
 
-def device() -> torch.device:
+def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
