@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,9 @@ def complaints(python: Path, folder: Path, program: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "mypy", *options, "program.py"],
         cwd=folder,
+        env={
+            name: value for name, value in os.environ.items() if name != "PYTHONPATH"
+        },  # mypy would look there
         capture_output=True,
         text=True,
         check=False,
