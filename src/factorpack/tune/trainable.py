@@ -1,6 +1,6 @@
-"""Encoded -> something to train -> Encoded again: one module a kind, whose forward is the weight.
+"""Encoded -> something to train -> Encoded again: one module per kind, whose forward is the weight.
 
-What training sees is what the file will hold: codes are rounded on the way forward, and scales too.
+Training sees what the file will hold: codes are rounded in the forward pass, and scales too.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from factorpack.quantize.straight_through import fake_quantize, straight_through
 from factorpack.quantize.uniform import root_mean_square, to_codes
 from factorpack.record import Encoded
 
-UNITS_A_CODE = 32.0
-SPREADS_A_UNIT = 16.0
+UNITS_PER_CODE = 32.0
+RMS_PER_UNIT = 16.0
 
 
 def far_units(bits: int) -> float:
-    """Units a code with which codes move as far as 4-bit ones do, in shares of what their width can hold.
+    """Units per code that let codes move as far as 4-bit ones do, relative to the range of their width.
 
-    For codes of which training must make something else than they are: weights that are left of many, and
-    factors of a low rank. Wide codes otherwise start close to the weights they stand for.
+    For codes that training must change a lot: weights that survived pruning, and factors of a low rank. Other
+    wide codes start close to the weights they represent.
     """
-    return UNITS_A_CODE * 2.0 ** max(bits - 4, 0)
+    return UNITS_PER_CODE * 2.0 ** max(bits - 4, 0)
 
 
 class Trainable(Protocol):
-    """A module that makes a weight and can say what it would be stored as."""
+    """A module that computes a weight, and knows what it would be stored as."""
 
     like: Encoded
     trains_codes: ClassVar[bool]
-    """Whether training changes its codes, and not only what they stand for."""
+    """Whether training changes its codes, and not only what they represent."""
 
     def forward(self) -> Tensor: ...
 
@@ -48,11 +48,11 @@ class Trainable(Protocol):
 
 
 class QuantizedRows(nn.Module):
-    """Real numbers behind codes, with a learned scale: the quantizer of learned-step quantization.
+    """Real values behind codes, with a learned scale: the quantizer of learned-step quantization.
 
-    Both are trained in relative units, because Adam's steps know no others: `numbers` in 32nds of the
-    first scale, so that a rate of 3e-4 moves a code by a hundredth at most, and the scale as the logarithm
-    of its growth. `mask` freezes zeros; `units` other than 32 are for codes that have far to go.
+    Both are trained in relative units, because Adam's steps do not scale with a parameter: `numbers` in units
+    of 32 first scales, so that a rate of 3e-4 moves a code by a hundredth at most, and the scale as the
+    logarithm of its growth. `mask` freezes zeros; `units` other than 32 are for codes that must move far.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class QuantizedRows(nn.Module):
         scale: Tensor,
         bits: int,
         mask: Tensor | None = None,
-        units: float = UNITS_A_CODE,
+        units: float = UNITS_PER_CODE,
     ) -> None:
         super().__init__()
         self.bits = bits
@@ -111,14 +111,13 @@ class QuantizedRows(nn.Module):
 
 
 class LevelRows(QuantizedRows):
-    """Real numbers in units of a code, behind codes that stand for learned levels.
+    """Real values in units of a code, behind codes that select learned levels.
 
-    A number is rounded to the nearest code, so thresholds lie half-way between codes and stay there; the
-    levels learn on their own, each from the weights that have it. Straight through, a number moves its
-    weight by how far apart its level's neighbours are for each code, at the first and last level by how
-    far the one neighbour is. A level of zero stays zero, and gradients pass it as they come. For levels
-    -W_n, 0 and W_p these are the factors W_n, 1 and W_p of trained ternary quantization. Nothing is
-    clamped on the way back: a number that is beyond the last code could not return.
+    A value is rounded to the nearest code, so thresholds stay half-way between codes; each level learns from
+    the weights that have it. The straight-through slope of a value is half the distance between its level's
+    neighbours, at the first and last level the distance to the only one. A level of zero stays zero, and
+    gradients pass it unchanged. For levels -W_n, 0 and W_p these are the factors W_n, 1 and W_p of trained
+    ternary quantization. Gradients are not clamped: a value beyond the last code could not return.
     """
 
     def __init__(self, codes: Tensor, levels: Tensor, bits: int) -> None:
@@ -173,7 +172,7 @@ class TrainableFactors(nn.Module):
         mask = parts["latent"] != 0 if encoded.extra_zeros else None
         # Factors that are both fine are an SVD's, short of rank; of others it is the rounding that is short.
         is_far = min(bits["codebook"], bits["latent"]) >= 8 and parts["latent_scale"].numel() > 1
-        units = {name: far_units(width) if is_far else UNITS_A_CODE for name, width in bits.items()}
+        units = {name: far_units(width) if is_far else UNITS_PER_CODE for name, width in bits.items()}
         codebook_scale, latent_scale = parts["codebook_scale"], parts["latent_scale"]
         self.codebook = QuantizedRows(
             parts["codebook"], codebook_scale, bits["codebook"], units=units["codebook"]
@@ -211,7 +210,7 @@ class TrainableScalar(nn.Module):
         codes, scale = encoded.parts["codes"], encoded.parts["scale"]
         mask = codes != 0 if encoded.extra_zeros else None
         bits = encoded.bits["codes"]
-        units = UNITS_A_CODE if mask is None else far_units(bits)
+        units = UNITS_PER_CODE if mask is None else far_units(bits)
         self.rows = QuantizedRows(codes, scale, bits, mask, units)
 
     def forward(self) -> Tensor:
@@ -240,11 +239,11 @@ class TrainableLevels(nn.Module):
 
 
 class TrainableCodewords(nn.Module):
-    """Codewords that learn; which tiles share one stays as it is.
+    """Codewords that learn; which tiles share one stays fixed.
 
-    A codeword's gradient is the sum of its tiles'; BGD takes their mean, which to Adam is the same. The
-    `numbers` are in units of about 16 times the codebook's spread, so that rates which suit codes suit them:
-    3e-4 moves a codeword by half a percent of the spread at most.
+    A codeword's gradient is the sum of its tiles'; BGD takes their mean, which is the same to Adam. The
+    `numbers` are in units of about 16 times the codebook's RMS, so that learning rates that suit codes suit
+    them too: 3e-4 moves a codeword by half a percent of the RMS at most.
     """
 
     trains_codes: ClassVar[bool] = False
@@ -253,9 +252,9 @@ class TrainableCodewords(nn.Module):
         super().__init__()
         self.like = encoded
         codebook = encoded.parts["codebook"].float()
-        spread = root_mean_square(codebook)
-        # A power of two, so that what was not trained is stored as it was.
-        self.unit = 2.0 ** round(math.log2(SPREADS_A_UNIT * spread)) if spread else 1.0
+        rms = root_mean_square(codebook)
+        # A power of two, so that untrained values are stored exactly as they were.
+        self.unit = 2.0 ** round(math.log2(RMS_PER_UNIT * rms)) if rms else 1.0
         self.numbers = nn.Parameter(codebook / self.unit)
         self.indices: Tensor
         self.register_buffer("indices", codeword_indices(encoded))
