@@ -6,12 +6,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := $(if $(wildcard $(READY)),,$(VENV)/.demo)
 
-.PHONY: demo test lint types contracts unit docs bench fuzz wheel wheel-twice clean
+.PHONY: demo test checks lint types contracts unit docs bench fuzz wheel wheel-twice clean
 
 demo: $(DEMO)
 	$(BIN)/factorpack demo
 
-test: lint types contracts unit
+# The checks run beside the tests, which leave a core idle now and then.
+test: $(READY)
+	$(MAKE) --no-print-directory --jobs 2 checks unit
+
+checks: lint types contracts
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -102,7 +102,7 @@ def _compare(given: Path, out: Path) -> list[str]:
         "--workers",
         "0",
     ]
-    grid = ["--methods", "planned,scalar,ttq", "--ratios", "4,8"]
+    grid = ["--methods", "planned,scalar,ttq", "--ratios", "4"]
     more = ["--data", str(given / "data"), "--engine", "local", "--engine-workers", "2"]
     return ["compare", str(given / "wide.safetensors"), "-o", str(out / "grid"), *model, *grid, *more]
 

@@ -81,14 +81,9 @@ def compress(
     if to is not None and isinstance(source, str | Path):
         check_output(Path(to), source, recipe_file(recipe))
     opened = open_source(source)
-    if calibration is not None and not isinstance(source, nn.Module):
-        raise SourceError(f"calibration runs a model, and the source is a {type(source).__name__}")
     model = source if isinstance(source, nn.Module) else None
     budgets = [budget for budget in (ratio, max_bytes, max_loss) if budget is not None]
-    if len(budgets) > 1 or (budgets and method is not None):
-        raise PlanError("give one of a method, ratio, max_bytes and max_loss")
-    if not budgets and (planner is not None or curves is not None):
-        raise PlanError("a planner and its curves meet a budget: give a ratio, max_bytes or max_loss")
+    _check_combination(source, method, budgets, calibration, planner or curves)
     _, rules = resolve_rules(recipe, opened, method, layers or {}, exclude, DEFAULT_METHOD, bool(budgets))
     kept = Path(curves) if curves is not None else None
     settings = (planner or Planner(), rules.layers, rules.exclude, kept, progress)
@@ -106,18 +101,28 @@ def compress(
             compress_to_bytes_over(engine, Path(to), source, request, wanted)
         return load(to)
     if request is not None:
-        packed = _into_budget(request, ratio, max_bytes, max_loss)
-    elif model is not None and calibration is not None:
-        plan = rules.plan(opened)
+        return _saved(_into_budget(request, ratio, max_bytes, max_loss), to)
+    plan = rules.plan(opened)
+    if model is not None and calibration is not None:
         encoded = dict(_encode_calibrated(model, opened, plan, calibration, sequential, progress))
-        packed = Packed({name: encoded[name] for name in plan}, opened.aliases)
-    else:
-        tensors = _encode_all(opened, rules.plan(opened), progress)
-        if to is not None:
-            write_packed(to, tensors, opened.aliases)
-            return load(to)
-        packed = Packed(dict(tensors), opened.aliases)
-    return packed if to is None else _saved(packed, to)
+        return _saved(Packed({name: encoded[name] for name in plan}, opened.aliases), to)
+    tensors = _encode_all(opened, plan, progress)
+    if to is None:
+        return Packed(dict(tensors), opened.aliases)
+    write_packed(to, tensors, opened.aliases)
+    return load(to)
+
+
+def _check_combination(
+    source: Checkpoint, method: Method | None, budgets: Sequence[float], calibration: object, planning: object
+) -> None:
+    """Refuses what does not go together."""
+    if calibration is not None and not isinstance(source, nn.Module):
+        raise SourceError(f"calibration runs a model, and the source is a {type(source).__name__}")
+    if len(budgets) > 1 or (budgets and method is not None):
+        raise PlanError("give one of a method, ratio, max_bytes and max_loss")
+    if not budgets and planning is not None:
+        raise PlanError("a planner and its curves meet a budget: give a ratio, max_bytes or max_loss")
 
 
 def _into_budget(
@@ -132,8 +137,10 @@ def _into_budget(
     return packed
 
 
-def _saved(packed: Packed, path: str | Path) -> Packed:
-    """A packed model as its file holds it."""
+def _saved(packed: Packed, path: str | Path | None) -> Packed:
+    """A packed model as its file holds it, where it is to have one."""
+    if path is None:
+        return packed
     save(packed, path)
     loaded = load(path)
     loaded.curves = packed.curves

@@ -27,8 +27,8 @@ from tests.tune.small_net import loader, perceptron, with_weights
 
 FACTORS = fp.QSPCA(9, 4, tile=16, codebook_bits=8)
 SCALAR = fp.Scalar(4)
-FAST = fp.Schedule(epochs=10, learning_rate=1e-2)
-STEERED = fp.Schedule(epochs=15, learning_rate=3e-3)
+FAST = fp.Schedule(epochs=6, learning_rate=1e-2)
+STEERED = fp.Schedule(epochs=10, learning_rate=4e-3)
 
 
 def wide() -> nn.Module:

@@ -59,8 +59,8 @@ class FinetuneRequest:
         """Trains and saves; False in the processes of a run that save nothing."""
         recipe = read_recipe(self.recipe, DEFAULT_METHOD) if self.recipe is not None else None
         self.check()
-        stated = {**(recipe.finetune if recipe else {}), **self.given}
-        schedule: Schedule = build_settings(Schedule, stated, "fine-tuning")
+        settings = {**(recipe.finetune if recipe else {}), **self.given}
+        schedule: Schedule = build_settings(Schedule, settings, "fine-tuning")
         net = import_model(self.model).to(default_device())
         batches = self.images.training()
         teacher = None

@@ -74,10 +74,10 @@ def resolve_rules(
         return "", Rules(method or fallback, layers, exclude)
     if method is not None:
         raise PlanError("a recipe states methods and settings itself: give one or the other")
-    name, stated = found
-    rules = stated.rules_for(source)
+    name, found_recipe = found
+    rules = found_recipe.rules_for(source)
     if budget:
-        rules = Rules(fallback, *stated.kept_by(source))
+        rules = Rules(fallback, *found_recipe.kept_by(source))
     if not layers:
         return name, replace(rules, exclude=[*exclude, *rules.exclude])
     # A caller's method comes before a recipe's wish to keep, and `exclude` would come before both.
