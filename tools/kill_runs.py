@@ -102,7 +102,7 @@ def _compare(given: Path, out: Path) -> list[str]:
         "--workers",
         "0",
     ]
-    grid = ["--methods", "planned,scalar,ttq", "--ratios", "4"]
+    grid = ["--methods", "planned,scalar,ttq", "--ratios", "4,8"]
     more = ["--data", str(given / "data"), "--engine", "local", "--engine-workers", "2"]
     return ["compare", str(given / "wide.safetensors"), "-o", str(out / "grid"), *model, *grid, *more]
 
@@ -205,14 +205,15 @@ def disturbed(
     expected: dict[str, bytes],
     draw: random.Random,
     count: Count,
+    in_a_row: int,
 ) -> None:
-    """One run, killed and started again until it ends by itself."""
+    """One run, killed and started again until it ends by itself, or has been killed `in_a_row` times."""
     folder.mkdir()
     log = folder.with_suffix(".log")
     count.runs += 1
-    for row in range(MOST_IN_A_ROW + 1):
+    for row in range(in_a_row + 1):
         done = set(finals(folder)) == set(expected)  # a run that has ended would only begin anew
-        within = PATIENCE_S if done or row == MOST_IN_A_ROW else draw.uniform(0.02, 1.1 * count.whole_s)
+        within = PATIENCE_S if done or row == in_a_row else draw.uniform(0.02, 1.1 * count.whole_s)
         code = ended(started(command.arguments(given, folder), log), within)
         if code is None:
             count.kills += 1
@@ -248,7 +249,7 @@ def _problems(command: Command, folder: Path, expected: dict[str, bytes], count:
     return problems
 
 
-def run(kills: int, seed: int, commands: list[str]) -> dict[str, Any]:
+def run(kills: int, seed: int, commands: list[str], in_a_row: int = MOST_IN_A_ROW) -> dict[str, Any]:
     """At least `kills` kills, the same number for each command."""
     torch.set_num_threads(1)  # a forked child has no other threads
     torch.optim.Adam([torch.zeros(1)])  # its first use imports for a second: once here, not in each child
@@ -265,7 +266,7 @@ def run(kills: int, seed: int, commands: list[str]) -> dict[str, Any]:
             expected = expected_of(command, given, Path(place) / name, count)
             while count.kills * len(commands) < kills:
                 folder = Path(place) / f"{name}{count.runs}"
-                disturbed(name, command, given, folder, expected, draw, count)
+                disturbed(name, command, given, folder, expected, draw, count, in_a_row)
     return {name: vars(count) for name, count in counts.items()}
 
 
@@ -276,10 +277,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commands", nargs="+", default=list(COMMANDS), choices=list(COMMANDS))
+    parser.add_argument("--in-a-row", type=int, default=MOST_IN_A_ROW, help="most kills of one run")
     parser.add_argument("--results", type=Path, default=RESULTS / "kills")
     arguments = parser.parse_args()
     begun = time.perf_counter()
-    found = run(arguments.kills, arguments.seed, arguments.commands)
+    found = run(arguments.kills, arguments.seed, arguments.commands, arguments.in_a_row)
     document = {
         "command": f"python -m tools.kill_runs --kills {arguments.kills} --seed {arguments.seed}",
         "machine": machine(),

@@ -33,12 +33,15 @@ class Coded:
     method: SecondOrder
     step: float
     """As the search for it knows it: the method's own is never finer than 16-bit codes allow."""
+    bytes: int
+    """Estimated, in the file."""
 
 
 def encode_with_step(weight: Weight, method: SecondOrder, step: float) -> Coded:
     """The weight at a step, or at the finest that 16-bit codes allow."""
     method = replace(method, step=max(step, _finest_step(weight, method)))
-    return Coded(method.encode(weight), method, step)
+    encoded = method.encode(weight)
+    return Coded(encoded, method, step, coded_bytes(encoded))
 
 
 def encode_steps(weight: Weight, method: SecondOrder, steps: list[float]) -> list[tuple[Encoded, float]]:
@@ -111,10 +114,9 @@ def meet_bytes(weight: Weight, method: SecondOrder, step: float, aim: float) -> 
     search = StepSearch(weight.numel)
     for _ in range(4):
         coded = encode_with_step(weight, method, step)
-        size = coded_bytes(coded.encoded)
-        if abs(size - aim) <= 0.01 * aim + 32:
+        if abs(coded.bytes - aim) <= 0.01 * aim + 32:
             break
-        step = search.next_after(step, size, aim)
+        step = search.next_after(step, coded.bytes, aim)
     return coded
 
 

@@ -17,7 +17,6 @@ from factorpack.errors import while_compressing
 from factorpack.format.container import stored
 from factorpack.format.packed_file import bytes_of
 from factorpack.format.schema import TensorRow
-from factorpack.format.streams import coded_bytes
 from factorpack.methods import SecondOrder
 from factorpack.progress import Progress
 from factorpack.record import Encoded, LayerMoments
@@ -30,6 +29,7 @@ class _Done:
 
     encoded: Encoded
     step: float
+    bytes: int
     weight: Weight | None = None
     moments: LayerMoments | None = None
 
@@ -54,7 +54,7 @@ class SequentialCoder:
                 bar.show(name)
                 share = left / max(sum(planned[later] for later in planned if later not in self._done), 1.0)
                 done = self._encode(name, methods[name], planned[name] * share)
-                left -= coded_bytes(done.encoded)
+                left -= done.bytes
                 self._done[name] = done if name == closer else replace(done, weight=None, moments=None)
                 bar.advance(name, done.encoded.numel)
 
@@ -65,7 +65,7 @@ class SequentialCoder:
         return self._done[name].step
 
     def bytes_of(self, name: str) -> int:
-        return coded_bytes(self._done[name].encoded)
+        return self._done[name].bytes
 
     def recode(self, name: str, method: SecondOrder) -> None:
         last = self._done[name]
@@ -76,11 +76,11 @@ class SequentialCoder:
         if moments is not None:  # the outputs are already corrected, for the codes it has now
             moments = replace(moments, original_mean=moments.mean, original_power=None)
         self._put(name, coded.encoded, decode(last.encoded), moments)
-        self._done[name] = replace(last, encoded=coded.encoded, step=coded.step)
+        self._done[name] = replace(last, encoded=coded.encoded, step=coded.step, bytes=coded.bytes)
 
     def zero(self, name: str) -> None:
         zero = zero_of(self._tensors.source.entries[name])
-        self._done[name] = _Done(zero.noted("zero: the budget leaves no room for it"), 0.0)
+        self._done[name] = _Done(zero.noted("zero: the budget leaves no room for it"), 0.0, 0)
 
     def size(self) -> int:
         rows = [self._row(name, encoded) for name, encoded in self.tensors().items()]
@@ -115,7 +115,7 @@ class SequentialCoder:
         with while_compressing(name):
             coded = meet_bytes(weight, method, method.step, aim)
         self._put(name, coded.encoded, weight.values, moments)
-        return _Done(coded.encoded, coded.step, weight, moments)
+        return _Done(coded.encoded, coded.step, coded.bytes, weight, moments)
 
     def _put(self, name: str, encoded: Encoded, before: Tensor, moments: LayerMoments | None) -> None:
         """Replaces a weight in the compressed network and restores its layer's mean output."""
