@@ -300,7 +300,7 @@ BAD: dict[str, tuple[Any, str]] = {
         r"fails on a calibration batch of shape \{'inputs': \(4, 5, 9, 9\)\}",
     ),
     "wrong type": (torch.zeros(4, 3, 9, 9, dtype=torch.int64), "fails on a calibration batch of shape"),
-    "wrong name": ([{"pictures": IMAGES}], r"fails on a calibration batch of shape \{'pictures': \(8, 3"),
+    "wrong name": ([{"photos": IMAGES}], r"fails on a calibration batch of shape \{'pictures': \(8, 3"),
     "no batches": ([], "the calibration data has no samples"),
     "an empty batch": (IMAGES[:0], "the calibration data has no samples"),
     "a number": (torch.tensor(1.0), "the calibration data has no samples"),

@@ -60,7 +60,7 @@ def test_code_on_a_page_runs_from_top_to_bottom(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names = GIVEN.get(page, pictures)()
+    names = GIVEN.get(page, images)()
     for block in blocks(page, "python"):
         exec(compile(block, page, "exec"), names)
     if page == "README.md":
@@ -73,8 +73,8 @@ def nothing() -> dict[str, Any]:
     return {}
 
 
-def pictures() -> dict[str, Any]:
-    """What pages take as given: a small model of pictures and what to feed it with."""
+def images() -> dict[str, Any]:
+    """What pages take as given: a small model of images and what to feed it with."""
     pytest.importorskip("accelerate", reason="fine-tuning needs the train extra")
     pytest.importorskip("onnxscript", reason="exporting needs the onnx extra")
     torch.manual_seed(0)
@@ -107,7 +107,7 @@ def language_model() -> dict[str, Any]:
 
 
 GIVEN = {"README.md": nothing, "docs/hub.md": language_model}
-"""What a page's code does not make itself, where it is not `pictures`."""
+"""What a page's code does not make itself, where it is not `images`."""
 
 
 def commands() -> list[tuple[str, str]]:

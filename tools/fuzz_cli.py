@@ -57,7 +57,7 @@ LIKELY: dict[str, Sequence[str]] = {
     "source": ("net.safetensors", "net.pt", "packed.safetensors"),
     "file": ("packed.safetensors", "net.safetensors"),
     "recipe": ("recipe.toml", "wrong.toml", "broken.toml", "none", "resnet", "absent"),
-    "output": ("out", "out.safetensors", "new/out", "pictures", ".", "net.safetensors"),
+    "output": ("out", "out.safetensors", "new/out", "images", ".", "net.safetensors"),
     "model": MODELS,
     "method": sorted(METHODS),
     "settings": (
@@ -71,8 +71,8 @@ LIKELY: dict[str, Sequence[str]] = {
         "bits=",
         "a=b",
     ),
-    "data": ("pictures", "pictures/val", "broken", "net.pt", "absent"),
-    "calibration": ("pictures", "pictures/val", "broken", "net.pt", "absent"),
+    "data": ("images", "images/val", "broken", "net.pt", "absent"),
+    "calibration": ("images", "images/val", "broken", "net.pt", "absent"),
 }
 """What parameters of these names are mostly given; else they get any file, as the others do."""
 
@@ -85,8 +85,8 @@ class Net(torch.nn.Module):
         self.conv1 = torch.nn.Conv2d(3, 8, 3, bias=False)
         self.fc = torch.nn.Linear(8, 10)
 
-    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
-        answer: torch.Tensor = self.fc(self.conv1(pictures).mean((2, 3)))
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = self.fc(self.conv1(images).mean((2, 3)))
         return answer
 
 
@@ -116,13 +116,13 @@ def pristine(folder: Path) -> None:
     sharded.mkdir()
     index = {"weight_map": {"w": "../net.safetensors"}}
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
-    pictures = folder / "pictures"
+    images = folder / "images"
     for part in ("train/a", "val/a", "val/b"):
-        (pictures / part).mkdir(parents=True)
-        Image.effect_noise((40, 40), 60).convert("RGB").save(pictures / part / "noise.png")
+        (images / part).mkdir(parents=True)
+        Image.effect_noise((40, 40), 60).convert("RGB").save(images / part / "noise.png")
     broken = folder / "broken"
-    shutil.copytree(pictures, broken)
-    (broken / "val" / "a" / "noise.png").write_bytes(b"\x89PNG no picture")
+    shutil.copytree(images, broken)
+    (broken / "val" / "a" / "noise.png").write_bytes(b"\x89PNG no image")
     whole = (folder / "packed.safetensors").read_bytes()
     rng = random.Random(0)
     for number in range(DAMAGED):

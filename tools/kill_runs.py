@@ -38,7 +38,7 @@ from factorpack.engine import Local
 from factorpack.format.container import Reader
 from tests.commands.test_compress_budget import wide_net
 from tests.helpers import seeded
-from tests.tune.small_net import build, pictures
+from tests.tune.small_net import build, write_images
 
 MOST_IN_A_ROW = 12
 """Kills of one run before it is left alone: the next may be killed earlier and earlier."""
@@ -67,7 +67,7 @@ class Count:
 
 
 def inputs(folder: Path) -> None:
-    """A checkpoint of many tensors, two small nets, and pictures."""
+    """A checkpoint of many tensors, two small nets, and images."""
     folder.mkdir()
     many = {f"layer{n}.weight": seeded(96, 200 + n, seed=n) for n in range(10)}
     save_file(many | {f"layer{n}.bias": seeded(96, seed=n) for n in range(10)}, folder / "many.safetensors")
@@ -77,7 +77,7 @@ def inputs(folder: Path) -> None:
         '[default]\nmethod = "qspca"\nrank = 6\nlatent_bits = 4\ntile = 16\n[finetune]\nepochs = 3\n'
     )
     for split in ("train", "val"):
-        pictures(folder / "data" / split, 6)
+        write_images(folder / "data" / split, 6)
 
 
 def _compress(how: list[str], given: Path, out: Path) -> list[str]:

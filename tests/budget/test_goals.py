@@ -341,7 +341,7 @@ def test_calibration_needs_a_model() -> None:
 BATCHES: dict[str, tuple[Any, str]] = {
     "wrong shape": (seeded(4, 5), r"fails on a calibration batch of shape \{'inputs': \(4, 5\)\}"),
     "nothing": ([], "the calibration data has no samples"),
-    "text": (["picture.jpg"], "a calibration batch is a str"),
+    "text": (["image.jpg"], "a calibration batch is a str"),
     "no numbers": (torch.full((4, 24), torch.nan), "NaN or infinity"),
 }
 

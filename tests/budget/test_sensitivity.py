@@ -77,7 +77,7 @@ def test_half_of_it_times_the_error_is_the_divergence() -> None:
 
 
 def test_positions_are_summed_and_channels_averaged() -> None:
-    """A pointwise convolution over a picture of n equal pixels has the matrix's gradient, n times over n^2."""
+    """A pointwise convolution over a image of n equal pixels has the matrix's gradient, n times over n^2."""
     linear = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
 
     class Pooled(nn.Module):
@@ -185,7 +185,7 @@ def test_every_token_is_an_answer() -> None:
 
 
 ANSWERS: dict[str, Callable[[Tensor], Any]] = {
-    "a picture": lambda x: x[:, :, None, None].expand(-1, -1, 2, 2),
+    "a image": lambda x: x[:, :, None, None].expand(-1, -1, 2, 2),
     "a tuple": lambda x: (x[:, :, None], None),
     "a dictionary": lambda x: {"depth": x[:, :, None]},
     "a vector": lambda x: x[:, 0],

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import factorpack as fp
 from tests.helpers import seeded
-from tests.tune.small_net import METHOD, build, pictures
+from tests.tune.small_net import METHOD, build, write_images
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    pictures(tmp_path / "data" / "train", 4)
-    pictures(tmp_path / "data" / "val", 2)
+    write_images(tmp_path / "data" / "train", 4)
+    write_images(tmp_path / "data" / "val", 2)
     return tmp_path / "data"
 
 

@@ -1,4 +1,4 @@
-"""`factorpack compare` from a checkpoint and pictures to a table and a figure."""
+"""`factorpack compare` from a checkpoint and images to a table and a figure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from factorpack.errors import PlanError
 from factorpack.format.locks import locked
 from tests.commands.running import SIDE, failure, ok
 from tests.commands.test_compress_budget import MODEL, wide_net
-from tests.tune.small_net import pictures
+from tests.tune.small_net import write_images
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     for split in ("train", "val"):
-        pictures(tmp_path / "data" / split, 6)
+        write_images(tmp_path / "data" / split, 6)
     return tmp_path / "data"
 
 
@@ -58,7 +58,7 @@ def test_a_table_a_json_and_a_figure(checkpoint: Path, data: Path, tmp_path: Pat
     assert before == {path: path.stat().st_mtime_ns for path in folder.glob("*.packed.safetensors")}
 
 
-def test_without_pictures_sizes_and_weight_errors_alone(checkpoint: Path, tmp_path: Path) -> None:
+def test_without_images_sizes_and_weight_errors_alone(checkpoint: Path, tmp_path: Path) -> None:
     document = json.loads(ok(*arguments(checkpoint, tmp_path / "sizes", "--json")))
     assert document["original"] == {}
     assert all(point["measured"] == {} for point in document["points"])

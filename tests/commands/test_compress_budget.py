@@ -1,4 +1,4 @@
-"""`factorpack compress` with a budget: from the weights alone, and from a model and pictures."""
+"""`factorpack compress` with a budget: from the weights alone, and from a model and images."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from factorpack.errors import SourceError
 from factorpack.tune.images import unlabelled_batches
 from tests.commands.running import SIDE, failure, ok
 from tests.helpers import seeded
-from tests.tune.small_net import pictures
+from tests.tune.small_net import write_images
 
 MODEL = "tests.commands.test_compress_budget:wide_net"
 
@@ -44,8 +44,8 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    pictures(tmp_path / "pictures", 4)
-    return tmp_path / "pictures"
+    write_images(tmp_path / "images", 4)
+    return tmp_path / "images"
 
 
 def original_bytes() -> int:
@@ -62,7 +62,7 @@ def test_a_ratio_from_the_weights_alone(checkpoint: Path, tmp_path: Path) -> Non
     assert 39_600 <= packed.stat().st_size <= 40_000
 
 
-def test_pictures_and_a_model_keep_the_outputs_closer(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
+def test_images_and_a_model_keep_the_outputs_closer(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
     blind, seeing = tmp_path / "blind.safetensors", tmp_path / "seeing.safetensors"
     ok("compress", checkpoint, "-o", blind, "--ratio", 16)
     model = ["--model", MODEL, "--calibration", folder, "--image-size", SIDE]
@@ -141,7 +141,7 @@ def test_what_does_not_go_together(arguments: tuple[object, ...], checkpoint: Pa
     assert not output.exists()
 
 
-def test_pictures_are_spread_over_all_there_are(folder: Path, tmp_path: Path) -> None:
+def test_images_are_spread_over_all_there_are(folder: Path, tmp_path: Path) -> None:
     every = torch.cat(list(unlabelled_batches(folder, 1000, SIDE, batch_size=3)))
     few = torch.cat(list(unlabelled_batches(folder, 2, SIDE)))
     assert every.shape[1:] == (3, SIDE, SIDE)

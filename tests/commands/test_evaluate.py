@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import factorpack as fp
 from factorpack.tune.images import ImageFolder
 from tests.commands.running import MODEL, SIDE, failure, ok, reading
-from tests.tune.small_net import SmallNet, build, pictures
+from tests.tune.small_net import SmallNet, build, write_images
 
 ACCURACY = {"top1", "top5", "samples", "samples_per_s"}
 
@@ -109,7 +109,7 @@ def test_files_that_do_not_fit(tmp_path: Path, data: Path) -> None:
 def test_a_damaged_packed_file_is_called_damaged(tmp_path: Path) -> None:
     """And not taken for a checkpoint."""
     path, data = tmp_path / "x.safetensors", tmp_path / "data"
-    pictures(data, 2)
+    write_images(data, 2)
     fp.save(fp.compress(build(), progress=False), path)
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

@@ -62,7 +62,7 @@ def test_finetune_trains_a_packed_file(tmp_path: Path, data: Path, packed: Path)
 def test_finetune_compresses_a_checkpoint_by_its_recipe_first(
     tmp_path: Path, data: Path, plain: Path, recipe: Path
 ) -> None:
-    """The solver is calibrated on the training pictures; the recipe's settings are the run's."""
+    """The solver is calibrated on the training images; the recipe's settings are the run's."""
     output = tmp_path / "tuned.safetensors"
     ok("finetune", plain, "--recipe", recipe, *reading(data), "-o", output, "--json")
     tuned = fp.load(output)
@@ -95,7 +95,7 @@ def test_finetune_trains_for_size(tmp_path: Path, data: Path, packed: Path, opti
         assert short["file_ratio"] >= 1.6
 
 
-def test_without_val_pictures_there_is_no_accuracy(tmp_path: Path, data: Path, packed: Path) -> None:
+def test_without_val_images_there_is_no_accuracy(tmp_path: Path, data: Path, packed: Path) -> None:
     options = [*reading(data / "train"), "-o", tmp_path / "tuned.safetensors", "--epochs", 1]
     assert json.loads(ok("finetune", packed, *options, "--json"))["accuracy"] is None
     assert "top-1" not in ok("finetune", packed, *options)

@@ -16,7 +16,7 @@ from factorpack.methods import METHODS, ProjectedGradient
 from factorpack.tune.images import unlabelled_batches
 from tests.commands.running import MODEL, SIDE, failure, ok
 from tests.helpers import seeded
-from tests.tune.small_net import build, pictures
+from tests.tune.small_net import build, write_images
 
 CHOSEN: dict[str, tuple[dict[str, Any], ...]] = {
     "qspca": (
@@ -132,7 +132,7 @@ def test_the_same_file_as_in_python(
 
 
 def test_a_solver_and_the_data_it_needs(tmp_path: Path) -> None:
-    pictures(tmp_path / "images", 4)
+    write_images(tmp_path / "images", 4)
     source, packed = tmp_path / "net.safetensors", tmp_path / "packed.safetensors"
     save_file(build().state_dict(), source)
     settings = ["rank=6", "latent_bits=4", "tile=16", *pairs(SOLVER, "solver.")]

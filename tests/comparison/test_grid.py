@@ -33,8 +33,8 @@ class Small(nn.Module):
         self.third_norm = nn.BatchNorm2d(64)
         self.fc = nn.Linear(64, 10)
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        hidden = self.first_norm(self.first(pictures)).relu()
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.first_norm(self.first(images)).relu()
         hidden = self.second_norm(self.second(hidden)).relu()
         hidden = self.third_norm(self.third(hidden)).relu()
         answer: Tensor = self.fc(hidden.mean((2, 3)))
@@ -164,7 +164,7 @@ def test_the_table_has_a_row_a_point() -> None:
     assert lines[4] == "| VQ | 20 | - | - | - | - | - | 12.0x is the smallest it makes |"
 
 
-def test_the_figure_is_a_picture_twice(tmp_path: Path) -> None:
+def test_the_figure_is_a_image_twice(tmp_path: Path) -> None:
     figure = pareto(POINTS, 0.71)
     (axes,) = figure.axes
     assert {line.get_label() for line in axes.get_lines()} >= {"planned to a budget", "VQ"}

@@ -37,9 +37,9 @@ def unet(diffusers: Any) -> nn.Module:
 
 
 def answer(model: nn.Module) -> Tensor:
-    pictures = torch.linspace(-1, 1, 2 * 3 * 64).reshape(2, 3, 8, 8)
+    images = torch.linspace(-1, 1, 2 * 3 * 64).reshape(2, 3, 8, 8)
     with torch.no_grad():
-        found: Tensor = model(pictures, torch.tensor([3, 500])).sample
+        found: Tensor = model(images, torch.tensor([3, 500])).sample
     return found
 
 

@@ -21,7 +21,7 @@ from tests.commands.running import failure, ok
 from tests.helpers import seeded
 from tests.onnx.graphs import FOLDED, PLAIN, run
 
-PICTURES = seeded(2, 3, 12, 12)
+IMAGES = seeded(2, 3, 12, 12)
 METHODS: dict[str, Method] = {
     "factors": fp.QSPCA(8, 3, tile=16),
     "spatial": fp.methods.SpatialSVD(rank=2, bits=4),
@@ -44,8 +44,8 @@ class Net(nn.Module):
         self.up = nn.ConvTranspose2d(16, 8, 2, stride=2, groups=2)
         self.fc = nn.Linear(8, 10)
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        inner = torch.relu(self.depthwise(self.norm(self.stem(pictures))))
+    def forward(self, images: Tensor) -> Tensor:
+        inner = torch.relu(self.depthwise(self.norm(self.stem(images))))
         logits: Tensor = self.fc(self.up(inner).mean((2, 3)))
         return logits
 
@@ -101,11 +101,11 @@ def test_every_kind_answers_as_torch_does(kind: str, tmp_path: Path) -> None:
     net, path = small_net(), tmp_path / "net.onnx"
     before = copy.deepcopy(net.state_dict())
     packed = packed_with(METHODS[kind])
-    made = fp.onnx.export(packed, net, PICTURES, path)
+    made = fp.onnx.export(packed, net, IMAGES, path)
     assert made.bytes == path.stat().st_size
     assert made.absent == ()
     assert kind in {packed[name].kind for name in made.rebuilt}
-    assert_answers(path, packed, net, {"pictures": PICTURES})
+    assert_answers(path, packed, net, {"images": IMAGES})
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
 
 
@@ -114,8 +114,8 @@ def test_a_budget_with_folded_norms_and_an_open_batch(tmp_path: Path) -> None:
     net, path = small_net(), tmp_path / "net.onnx"
     packed = fp.compress(net, ratio=2, progress=False)
     assert "constant" in {encoded.kind for encoded in packed.values()}
-    fp.onnx.export(packed, net, PICTURES, path, dynamic_batch=True, opset=18)
-    assert_answers(path, packed, net, {"pictures": seeded(5, 3, 12, 12)})
+    fp.onnx.export(packed, net, IMAGES, path, dynamic_batch=True, opset=18)
+    assert_answers(path, packed, net, {"images": seeded(5, 3, 12, 12)})
 
 
 @pytest.mark.usefixtures("needs_onnx")
@@ -135,7 +135,7 @@ def test_weights_fold_when_a_session_opens_and_not_before(tmp_path: Path) -> Non
     import onnxruntime
 
     path, opened = tmp_path / "net.onnx", tmp_path / "opened.onnx"
-    fp.onnx.export(packed_with(METHODS["factors"]), small_net(), PICTURES, path)
+    fp.onnx.export(packed_with(METHODS["factors"]), small_net(), IMAGES, path)
     written = {node.op_type for node in onnx.load(path).graph.node}
     assert {"MatMul", "BitShift", "BatchNormalization"} <= written
     assert not {"CastLike", "Shape"} & written  # how the exporter spells the bias a layer lacks
@@ -150,14 +150,14 @@ def test_weights_fold_when_a_session_opens_and_not_before(tmp_path: Path) -> Non
 def test_a_file_is_about_as_large_as_its_codes(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 256, 3)).eval()
     packed = packed_with(fp.Scalar(3), net)
-    made = fp.onnx.export(packed, net, PICTURES, tmp_path / "net.onnx")
+    made = fp.onnx.export(packed, net, IMAGES, tmp_path / "net.onnx")
     fixed = sum(sum(line.fixed_bits.values()) for line in packed.size().tensors) / 8
     assert fixed <= made.bytes <= 1.05 * fixed
 
 
 @pytest.mark.usefixtures("needs_onnx")
 def test_nothing_of_the_machine_is_in_the_file(tmp_path: Path) -> None:
-    fp.onnx.export(packed_with(fp.Scalar(4)), small_net(), PICTURES, tmp_path / "net.onnx")
+    fp.onnx.export(packed_with(fp.Scalar(4)), small_net(), IMAGES, tmp_path / "net.onnx")
     assert b"forward" not in (tmp_path / "net.onnx").read_bytes()
 
 
@@ -166,9 +166,9 @@ def test_a_wrong_weight_would_be_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     true = writing.rebuild
     monkeypatch.setattr(writing, "rebuild", lambda *given: true(given[0], _wrong(given[1]), *given[2:]))
     packed = packed_with(fp.Scalar(4))
-    fp.onnx.export(packed, small_net(), PICTURES, tmp_path / "net.onnx")
+    fp.onnx.export(packed, small_net(), IMAGES, tmp_path / "net.onnx")
     with pytest.raises(AssertionError):
-        assert_answers(tmp_path / "net.onnx", packed, small_net(), {"pictures": PICTURES})
+        assert_answers(tmp_path / "net.onnx", packed, small_net(), {"images": IMAGES})
 
 
 def _wrong(encoded: Encoded) -> Encoded:
@@ -181,14 +181,14 @@ def _wrong(encoded: Encoded) -> Encoded:
 def test_what_cannot_be_exported_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed, path = packed_with(fp.Scalar(4)), tmp_path / "net.onnx"
     with pytest.raises(fp.PlanError, match="opset is 17, allowed are 18 and above"):
-        fp.onnx.export(packed, small_net(), PICTURES, path, opset=17)
+        fp.onnx.export(packed, small_net(), IMAGES, path, opset=17)
     with pytest.raises(fp.SourceError, match="torch cannot export the model"):
         fp.onnx.export(packed, small_net(), torch.zeros(1, 4, 12, 12), path)
     with pytest.raises(fp.SourceError, match="the model lacks"):
-        fp.onnx.export(packed, nn.Linear(3, 3), PICTURES, path)
+        fp.onnx.export(packed, nn.Linear(3, 3), IMAGES, path)
     monkeypatch.setattr(exporting, "MAX_BYTES", 1000)
     with pytest.raises(fp.PlanError, match="allowed are 1000"):
-        fp.onnx.export(packed, small_net(), PICTURES, path)
+        fp.onnx.export(packed, small_net(), IMAGES, path)
     assert not path.exists()
 
 
@@ -200,7 +200,7 @@ def test_codes_that_stand_for_nothing_are_not_written(kind: str, part: str, tmp_
     wrong = replace(packed[name], parts={**packed[name].parts, part: codes})
     packed.replace({**packed, name: wrong})
     with pytest.raises(fp.FormatError):
-        fp.onnx.export(packed, small_net(), PICTURES, tmp_path / "net.onnx")
+        fp.onnx.export(packed, small_net(), IMAGES, tmp_path / "net.onnx")
     assert not (tmp_path / "net.onnx").exists()
 
 
@@ -212,14 +212,14 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     given = ["export", file, "--model", MODEL, "--onnx", path, "--image-size", 12]
     made = json.loads(ok(*given, "--dynamic-batch", "--json"))
     assert (made["bytes"], made["absent"]) == (path.stat().st_size, [])
-    assert_answers(path, packed, net, {"pictures": PICTURES})
+    assert_answers(path, packed, net, {"images": IMAGES})
     assert "tensors rebuilt by the graph" in ok(*given)
 
 
 def test_without_onnx_the_way_to_get_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporting, "_NEEDED", ("onnx_that_is_not_there",))
     with pytest.raises(fp.PlanError, match=r"not installed: pip install 'factorpack\[onnx\]'"):
-        fp.onnx.export(packed_with(fp.Scalar(4)), small_net(), PICTURES, tmp_path / "net.onnx")
+        fp.onnx.export(packed_with(fp.Scalar(4)), small_net(), IMAGES, tmp_path / "net.onnx")
     fp.save(packed_with(fp.Scalar(4)), tmp_path / "net.safetensors")
     given = ["export", tmp_path / "net.safetensors", "--model", MODEL, "--onnx", tmp_path / "net.onnx"]
     assert "pip install 'factorpack[onnx]'" in failure(*given)

@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 METHOD = fp.QSPCA(4, 4, tile=9)
-PICTURES = seeded(2, 4, 4, 4)
+IMAGES = seeded(2, 4, 4, 4)
 
 
 @pytest.fixture
@@ -50,10 +50,10 @@ def packed(model: nn.Module) -> fp.Packed:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_answers_alike(mode: str, model: nn.Module, packed: fp.Packed) -> None:
-    expected = packed.load_into(copy.deepcopy(model))(PICTURES)
-    applied = packed.apply(model, mode, example=PICTURES)  # type: ignore[arg-type]
+    expected = packed.load_into(copy.deepcopy(model))(IMAGES)
+    applied = packed.apply(model, mode, example=IMAGES)  # type: ignore[arg-type]
     assert applied.model is model
-    assert_close(model(PICTURES), expected)
+    assert_close(model(IMAGES), expected)
     coded = {name for name, encoded in packed.items() if encoded.kind not in ("keep", "constant")}
     assert {layer.name for layer in applied.layers} == coded
     assert str(applied).count("\n") == len(coded) - 1
@@ -96,7 +96,7 @@ def test_auto_takes_the_fastest(
         return {mode: 1.0 if mode == fastest else 2.0 for mode in runs}
 
     monkeypatch.setattr(measure, "least_seconds", pretend)
-    reports = {layer.name: layer for layer in packed.apply(model, "auto", example=PICTURES).layers}
+    reports = {layer.name: layer for layer in packed.apply(model, "auto", example=IMAGES).layers}
     assert reports["conv.weight"].mode == reports["head.weight"].mode == fastest
     assert reports["conv.weight"].seconds[fastest] == 1.0
     assert reports["up.weight"].mode == ("packed" if fastest == "packed" else "dense")
@@ -112,7 +112,7 @@ def test_auto_gives_time_for_memory_where_it_may(
     monkeypatch.setattr(
         measure, "least_seconds", lambda runs, *_: {mode: 1.0 if mode == "dense" else 1.1 for mode in runs}
     )
-    applied = packed.apply(model, "auto", example=PICTURES, slack=0.05)
+    applied = packed.apply(model, "auto", example=IMAGES, slack=0.05)
     modes = {layer.name: layer.mode for layer in applied.layers}
     assert modes["head.weight"] != "dense"  # saves the most
     assert modes["conv.weight"] == modes["up.weight"] == "dense"
@@ -147,7 +147,7 @@ def test_impossible_wishes_are_refused_and_change_nothing(model: nn.Module, pack
     with pytest.raises(fp.PlanError, match="give it an example batch"):
         packed.apply(model, "auto")
     with pytest.raises(fp.PlanError, match=r"slack is -0\.1, allowed are 0 and more"):
-        packed.apply(model, "auto", example=PICTURES, slack=-0.1)
+        packed.apply(model, "auto", example=IMAGES, slack=-0.1)
     with pytest.raises(fp.SourceError, match="the model lacks"):
         packed.apply(nn.Linear(3, 3), "packed")
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)

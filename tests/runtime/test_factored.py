@@ -93,8 +93,8 @@ def test_convolutions(data: st.DataObject, scales: str, bits: int, mean: bool, p
         padding_mode=padding_mode,
     )
     batch = data.draw(st.sampled_from([(1,), (2,)]))
-    pictures = seeded(*batch, inputs, *(size + 4 for size in kernel))
-    assert_close(*answers(layer, encoded, pictures), torch.float32)
+    images = seeded(*batch, inputs, *(size + 4 for size in kernel))
+    assert_close(*answers(layer, encoded, images), torch.float32)
 
 
 @pytest.mark.parametrize("layer", LAYERS)

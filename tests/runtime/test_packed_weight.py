@@ -74,7 +74,7 @@ def applied(request: pytest.FixtureRequest) -> nn.Module:
     return compress(model, fp.QSPCA(4, 4, tile=9)).apply(model, request.param).model
 
 
-PICTURES = seeded(2, 4, 4, 4)
+IMAGES = seeded(2, 4, 4, 4)
 
 
 def test_a_state_dict_goes_into_another_packed_model(applied: nn.Module) -> None:
@@ -84,36 +84,36 @@ def test_a_state_dict_goes_into_another_packed_model(applied: nn.Module) -> None
         nn.init.normal_(parameter)
     mode = "factored" if "Factored" in repr(applied) else "packed"
     twin = compress(other, fp.QSPCA(4, 4, tile=9)).apply(other, mode).model  # type: ignore[arg-type]
-    assert not torch.equal(twin(PICTURES), applied(PICTURES))
+    assert not torch.equal(twin(IMAGES), applied(IMAGES))
     twin.load_state_dict(applied.state_dict())
-    assert_same_tensor(twin(PICTURES), applied(PICTURES))
+    assert_same_tensor(twin(IMAGES), applied(IMAGES))
 
 
 def test_copies_and_pickles_answer_alike_and_are_their_own(applied: nn.Module) -> None:
-    expected = applied(PICTURES)
+    expected = applied(IMAGES)
     file = io.BytesIO()
     torch.save(applied, file)
     file.seek(0)
     for twin in (copy.deepcopy(applied), torch.load(file, weights_only=False)):
-        assert_same_tensor(twin(PICTURES), expected)
+        assert_same_tensor(twin(IMAGES), expected)
         for buffer in twin.buffers():
             buffer.zero_()
-    assert_same_tensor(applied(PICTURES), expected)
+    assert_same_tensor(applied(IMAGES), expected)
 
 
 def test_inference_mode_and_gradients_of_what_is_left(applied: nn.Module) -> None:
     with torch.inference_mode():
-        assert_close(applied(PICTURES), applied(PICTURES))
-    inputs = PICTURES.clone().requires_grad_()
+        assert_close(applied(IMAGES), applied(IMAGES))
+    inputs = IMAGES.clone().requires_grad_()
     applied(inputs).sum().backward()
     assert inputs.grad is not None
     assert applied[4].bias.grad is not None  # type: ignore[index,union-attr]
 
 
 def test_autocast_rebuilds_in_full_and_multiplies_in_half(applied: nn.Module) -> None:
-    expected = applied(PICTURES)
+    expected = applied(IMAGES)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = applied(PICTURES)
+        found = applied(IMAGES)
         weight = applied[4].weight  # type: ignore[index]
     assert found.dtype == torch.bfloat16
     assert_close(found, expected, torch.bfloat16)
@@ -124,10 +124,10 @@ def test_autocast_rebuilds_in_full_and_multiplies_in_half(applied: nn.Module) ->
 def test_another_type_changes_the_weight_and_not_the_numbers_behind_it(
     applied: nn.Module, dtype: torch.dtype
 ) -> None:
-    expected, weight = applied(PICTURES), applied[4].weight  # type: ignore[index]
+    expected, weight = applied(IMAGES), applied[4].weight  # type: ignore[index]
     changed = copy.deepcopy(applied).to(dtype)
     assert_same_tensor(changed[4].weight, weight.to(dtype))  # type: ignore[index,arg-type,operator]
-    found = changed(PICTURES.to(dtype))
+    found = changed(IMAGES.to(dtype))
     assert found.dtype == dtype
     assert_close(found, expected, torch.float32 if dtype == torch.float64 else dtype)
 
@@ -141,7 +141,7 @@ def test_it_compiles_in_one_graph_that_does_not_look_into_the_codes(applied: nn.
         return graph.forward
 
     compiled = torch.compile(applied, backend=seen, fullgraph=True)
-    assert_close(compiled(PICTURES), applied(PICTURES))
+    assert_close(compiled(IMAGES), applied(IMAGES))
     assert len(graphs) == 1
     assert "unpack_codes" in graphs[0]
 
@@ -156,8 +156,8 @@ def test_kinds_with_tables_compile_too(method: str) -> None:
 
 
 def test_it_exports(applied: nn.Module) -> None:
-    exported = torch.export.export(applied, (PICTURES,))
-    assert_close(exported.module()(PICTURES), applied(PICTURES))
+    exported = torch.export.export(applied, (IMAGES,))
+    assert_close(exported.module()(IMAGES), applied(IMAGES))
 
 
 @pytest.fixture
@@ -171,8 +171,8 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore")
 def test_it_can_be_wrapped_for_several_processes(applied: nn.Module) -> None:
     wrapped = nn.parallel.DistributedDataParallel(applied)
-    assert_close(wrapped(PICTURES), applied(PICTURES))
-    wrapped(PICTURES).sum().backward()
+    assert_close(wrapped(IMAGES), applied(IMAGES))
+    wrapped(IMAGES).sum().backward()
 
 
 class Tied(nn.Module):

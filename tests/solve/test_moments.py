@@ -137,15 +137,15 @@ def test_a_part_of_the_positions_is_close_to_all_of_them() -> None:
 
 @pytest.mark.parametrize("width", [8, 13, 16, 21, 32])
 def test_positions_are_drawn_from_everywhere(width: int) -> None:
-    """The mean of a row of the picture, of a column, of a quarter of the samples: none is left out."""
+    """The mean of a row of the image, of a column, of a quarter of the samples: none is left out."""
     layer = nn.Conv2d(3, 1, 1)
     samples = 12
-    picture = torch.zeros(samples, 3, width, width)
-    picture[:, 0] = torch.linspace(0, 1, width)[:, None]
-    picture[:, 1] = torch.linspace(0, 1, width)[None]
-    picture[:, 2] = torch.linspace(0, 1, samples)[:, None, None]
+    image = torch.zeros(samples, 3, width, width)
+    image[:, 0] = torch.linspace(0, 1, width)[:, None]
+    image[:, 1] = torch.linspace(0, 1, width)[None]
+    image[:, 2] = torch.linspace(0, 1, samples)[:, None, None]
     running = MomentAccumulator(layer, 400)
-    running.add(picture)
+    running.add(image)
     assert (running.result().mean - 0.5).abs().max() < 0.02
 
 

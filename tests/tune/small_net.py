@@ -26,7 +26,7 @@ def with_weights(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 class SmallNet(nn.Module):
-    """A classifier of pictures of any size."""
+    """A classifier of images of any size."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -49,8 +49,8 @@ def build() -> SmallNet:
 WORDS = "not a model"
 
 
-def pictures(folder: Path, count: int) -> None:
-    """Three classes of one colour each, every picture a little darker than the last."""
+def write_images(folder: Path, count: int) -> None:
+    """Three classes of one colour each, every image a little darker than the last."""
     for number, name in enumerate(("ant", "bee", "cat")):
         (folder / name).mkdir(parents=True)
         for shade in range(count):
@@ -73,7 +73,7 @@ def points(count: int = 32) -> tuple[Tensor, Tensor]:
 
 
 class Shaken(Dataset[tuple[Tensor, Tensor]]):
-    """Augments with torch's own generator, as pictures are."""
+    """Augments with torch's own generator, as images are."""
 
     def __init__(self, count: int) -> None:
         self.inputs, self.labels = points(count)

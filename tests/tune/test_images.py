@@ -1,4 +1,4 @@
-"""Image folders: which picture is which class, which pixels a model sees, and what is no picture."""
+"""Image folders: which image is which class, which pixels a model sees, and what is no image."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from factorpack.tune.images import MEAN, STD, ImageFolder, image_folder, loader,
 from tests.helpers import assert_close
 
 
-def picture(path: Path, width: int = 8, height: int = 8, mode: str = "RGB", colour: int = 90) -> None:
+def write_image(path: Path, width: int = 8, height: int = 8, mode: str = "RGB", colour: int = 90) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (width, height), (colour, 255 - colour, 7)).convert(mode).save(path)
 
 
 def coordinates(path: Path, width: int, height: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """A picture whose pixels say where they are: red is x, green is y, blue tells both apart."""
+    """A image whose pixels say where they are: red is x, green is y, blue tells both apart."""
     y, x = np.mgrid[:height, :width]
     pixels = np.stack([x % 256, y % 256, (3 * x + 5 * y) % 256], axis=2).astype(np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,37 +39,37 @@ def pixels_of(normalized: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.uin
     return raw.round().to(torch.uint8).permute(1, 2, 0).numpy()
 
 
-# -- which pictures ----------------------------------------------------------------------------------
+# -- which images ----------------------------------------------------------------------------------
 
 
 def test_classes_are_numbered_in_the_order_of_their_names(tmp_path: Path) -> None:
     for name, count in {"b": 2, "a": 1, "c9": 1, "c10": 3}.items():
         for number in range(count):
-            picture(tmp_path / name / f"{number}.png")
+            write_image(tmp_path / name / f"{number}.png")
     (tmp_path / "notes.txt").write_text("no class")
     folder = ImageFolder(tmp_path, side=8)
     assert folder.classes == ["a", "b", "c10", "c9"]
     assert [folder[index][1] for index in range(len(folder))] == [0, 1, 1, 2, 2, 2, 3]
 
 
-def test_pictures_are_those_with_a_picture_s_suffix_in_order(tmp_path: Path) -> None:
+def test_images_are_those_with_a_image_s_suffix_in_order(tmp_path: Path) -> None:
     for name in ("z.png", "a.JPG", "m.jpeg", "b.webp", "k.bmp"):
-        picture(tmp_path / "cat" / name)
+        write_image(tmp_path / "cat" / name)
     (tmp_path / "cat" / "labels.csv").write_text("1,2")
     found = [path.name for path, _ in ImageFolder(tmp_path).files]
     assert found == ["a.JPG", "b.webp", "k.bmp", "m.jpeg", "z.png"]
 
 
-def test_a_class_without_pictures_keeps_its_number(tmp_path: Path) -> None:
+def test_a_class_without_images_keeps_its_number(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    picture(tmp_path / "b" / "0.png")
+    write_image(tmp_path / "b" / "0.png")
     assert ImageFolder(tmp_path, side=8)[0][1] == 1
 
 
 @pytest.mark.parametrize("content", ["nothing", "a file", "an empty class", "a class of texts"])
-def test_a_folder_without_pictures(tmp_path: Path, content: str) -> None:
+def test_a_folder_without_images(tmp_path: Path, content: str) -> None:
     if content == "a file":
-        picture(tmp_path / "cat.png")
+        write_image(tmp_path / "cat.png")
     elif content != "nothing":
         (tmp_path / "cat").mkdir()
     if content == "a class of texts":
@@ -103,7 +103,7 @@ def test_evaluation_takes_the_centre_pixel_by_pixel(tmp_path: Path, width: int, 
 
 
 def test_pixels_are_normalized_as_imagenet_s_are(tmp_path: Path) -> None:
-    picture(tmp_path / "a" / "0.png", colour=200)
+    write_image(tmp_path / "a" / "0.png", colour=200)
     found, _ = ImageFolder(tmp_path, side=7)[0]
     assert found.dtype == torch.float32
     expected = [
@@ -116,7 +116,7 @@ def test_pixels_are_normalized_as_imagenet_s_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("augment", [False, True])
 @pytest.mark.parametrize(("width", "height"), [(100, 50), (50, 100), (3, 3), (1, 60), (31, 31), (640, 480)])
 def test_any_size_becomes_the_model_s(tmp_path: Path, width: int, height: int, augment: bool) -> None:
-    picture(tmp_path / "a" / "0.png", width, height, colour=123)
+    write_image(tmp_path / "a" / "0.png", width, height, colour=123)
     found, _ = ImageFolder(tmp_path, side=28, augment=augment)[0]
     assert found.shape == (3, 28, 28)
     assert np.array_equal(pixels_of(found), np.full((28, 28, 3), (123, 132, 7), dtype=np.uint8))
@@ -125,7 +125,7 @@ def test_any_size_becomes_the_model_s(tmp_path: Path, width: int, height: int, a
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK", "LA"])
 def test_any_mode_becomes_three_colours(tmp_path: Path, mode: str) -> None:
     path = tmp_path / "a" / ("0.jpg" if mode == "CMYK" else "0.png")
-    picture(path, mode=mode)
+    write_image(path, mode=mode)
     assert ImageFolder(tmp_path, side=7)[0][0].shape == (3, 7, 7)
 
 
@@ -160,7 +160,7 @@ def test_augmentation_draws_from_torch_s_generator(tmp_path: Path) -> None:
     assert not torch.equal(first, second)
 
 
-# -- what is no picture ------------------------------------------------------------------------------
+# -- what is no image ------------------------------------------------------------------------------
 
 
 def png() -> bytes:
@@ -196,8 +196,8 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, case: str, augment: bool) 
         ImageFolder(tmp_path, side=8, augment=augment)[0]
 
 
-def test_a_broken_picture_is_named_by_a_worker_too(tmp_path: Path) -> None:
-    picture(tmp_path / "cat" / "0.png")
+def test_a_broken_image_is_named_by_a_worker_too(tmp_path: Path) -> None:
+    write_image(tmp_path / "cat" / "0.png")
     (tmp_path / "cat" / "1.png").write_bytes(b"meow")
     batches = loader(ImageFolder(tmp_path, side=8), batch_size=2, workers=1)
     with pytest.raises(SourceError, match=r"cat/1\.png cannot be read as an image"):
@@ -209,7 +209,7 @@ def test_a_broken_picture_is_named_by_a_worker_too(tmp_path: Path) -> None:
 
 def test_training_drops_the_last_batch_and_evaluation_does_not(tmp_path: Path) -> None:
     for number in range(7):
-        picture(tmp_path / "cat" / f"{number}.png")
+        write_image(tmp_path / "cat" / f"{number}.png")
     folder = ImageFolder(tmp_path, side=8)
     assert [len(labels) for _, labels in loader(folder, 3, 0)] == [3, 3, 1]
     assert [len(labels) for _, labels in loader(folder, 3, 0, shuffle=True)] == [3, 3]
@@ -227,9 +227,9 @@ def test_numbers_that_would_stop_the_machine_are_refused(tmp_path: Path) -> None
             ImageFolder(tmp_path, side)
         with pytest.raises(PlanError, match="the image size"):
             next(unlabelled_batches(tmp_path, 1, side))
-    pictures = ImageFolder(tmp_path, 8)
+    images = ImageFolder(tmp_path, 8)
     for workers in (-1, 10**6):
         with pytest.raises(PlanError, match=r"loading processes is .*, allowed are 0 to 64"):
-            loader(pictures, 1, workers)
+            loader(images, 1, workers)
     with pytest.raises(PlanError, match="a batch of 0 images"):
-        loader(pictures, 0, 0)
+        loader(images, 0, 0)

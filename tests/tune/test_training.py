@@ -23,7 +23,7 @@ from factorpack.tune.accuracy import evaluate
 from factorpack.tune.checkpoint import load_checkpoint, random_state, restore_random_state
 from factorpack.tune.training import distillation
 from tests.helpers import assert_close, assert_same_encoded, assert_same_tensor, seeded
-from tests.tune.small_net import METHOD, build, loader, perceptron, pictures, points, with_weights
+from tests.tune.small_net import METHOD, build, loader, perceptron, points, with_weights, write_images
 from tests.tune.two_processes import tuned
 
 ROOT = Path(__file__).parents[2]
@@ -491,7 +491,7 @@ def test_nowhere_to_save(tmp_path: Path) -> None:
 
 def test_two_processes_reach_what_one_reaches(tmp_path: Path) -> None:
     """The halves' gradients add up to the whole's but for their rounding, which moves no code."""
-    pictures(tmp_path / "data", 4)
+    write_images(tmp_path / "data", 4)
     fp.save(fp.compress(build(), METHOD), tmp_path / "packed")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(

@@ -11,7 +11,7 @@ from tests.helpers import seeded
 
 
 class Residual(nn.Module):
-    """Convolutions with and without bias, a depthwise one, a residual, a norm, and a flattened picture."""
+    """Convolutions with and without bias, a depthwise one, a residual, a norm, and a flattened image."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ BLOCKS: dict[str, Callable[[int], nn.Module]] = {
 
 
 def random_net(names: list[str], channels: int = 8) -> nn.Module:
-    """A stem, some blocks by name, and two linear layers over the flattened picture."""
+    """A stem, some blocks by name, and two linear layers over the flattened image."""
     torch.manual_seed(0)
     blocks = [BLOCKS[name](channels) for name in names]
     head = (nn.AvgPool2d(2), nn.Flatten(), nn.Linear(4 * channels, 10), nn.Tanh(), nn.Linear(10, 3))

@@ -45,7 +45,7 @@ def test_where_a_group_goes(
         assert torch.equal(moved, labels.reshape(after).index_select(place, index))
 
 
-def test_a_picture_that_was_flattened_can_be_a_picture_again() -> None:
+def test_a_image_that_was_flattened_can_be_a_image_again() -> None:
     ties = Ties()
     axes = (ties.fresh(2), ties.fresh(6), ties.fresh(4))
     flat = reshape(ties, (2, 24), {"self": Value(axes)})

@@ -100,7 +100,7 @@ def test_the_report_says_what_was_searched_and_what_was_left() -> None:
     assert left["hidden.weight"] == "no weight has tiles over several of its channels"  # 10 by tiles of 8
 
 
-def test_a_flattened_picture_is_searched_in_tiles_of_several_channels() -> None:
+def test_a_flattened_image_is_searched_in_tiles_of_several_channels() -> None:
     net = eventful(Residual())
     tiles = {"inner.weight": 4, "hidden.weight": 8, "outer.weight": 6, "head.weight": 5}
     _, report = permute_model(net, IMAGES, iterations=30, tile_of=lambda name, _: tiles.get(name, 0))

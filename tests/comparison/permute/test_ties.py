@@ -16,12 +16,12 @@ def test_tied_dimensions_have_one_group() -> None:
 
 def test_the_longer_run_decides() -> None:
     ties = Ties()
-    flat, picture, channels = ties.fresh(24), ties.fresh(6), ties.fresh(3)
-    ties.tie(flat, picture.times(4))
-    assert ties.resolve(flat) == Axis(picture.group, 4)
-    ties.tie(channels.times(2), picture)
+    flat, image, channels = ties.fresh(24), ties.fresh(6), ties.fresh(3)
+    ties.tie(flat, image.times(4))
+    assert ties.resolve(flat) == Axis(image.group, 4)
+    ties.tie(channels.times(2), image)
     assert ties.resolve(flat) == Axis(channels.group, 8)
-    assert ties.resolve(picture) == Axis(channels.group, 2)
+    assert ties.resolve(image) == Axis(channels.group, 2)
     assert not ties.frozen(flat)
 
 
