@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import ClassVar, Literal
@@ -11,17 +10,13 @@ import torch
 
 from factorpack.errors import PlanError
 from factorpack.methods.codeword_tiles import (
-    CLASSIFIER_CODEWORDS,
-    CLASSIFIER_TILE,
-    Regime,
+    CodewordMethod,
     Tiles,
     check_regime,
     check_settings,
-    codeword_ladders,
     cut,
     tile_of,
 )
-from factorpack.methods.method import Method
 from factorpack.methods.settings import check_type
 from factorpack.methods.vq import VQ
 from factorpack.record import Encoded, LayerMoments
@@ -31,7 +26,7 @@ from factorpack.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
-class BGD(Method):
+class BGD(CodewordMethod):
     """Vector quantization whose distances are those of the layer's output on calibration data.
 
     An error e of a tile costs e^T H e, with H the second moment of the inputs that the tile meets: its own
@@ -44,9 +39,6 @@ class BGD(Method):
     tiles do not divide a filter, this is `VQ`, and the `note` says so.
     """
 
-    codewords: int = 256
-    tile: int | None = None
-    regime: Regime = "small"
     gram: Literal["blocks", "shared"] = "blocks"
     iterations: int = 30
     damping: float = 0.1
@@ -81,16 +73,6 @@ class BGD(Method):
         moved = replace(weight, values=weight.values.to(moments.second.device))
         tiles = cut(moved, tile, self.codewords)
         return tiles if isinstance(tiles, Encoded) else self._fitted(tiles, moments)
-
-    @classmethod
-    def ladders(cls) -> Sequence[Sequence[Method]]:
-        return codeword_ladders(cls)
-
-    def for_classifier(self) -> Method:
-        return replace(self, codewords=CLASSIFIER_CODEWORDS, tile=CLASSIFIER_TILE)
-
-    def for_sizing(self) -> Method:
-        return replace(self, iterations=1)
 
     def _fitted(self, tiles: Tiles, moments: LayerMoments) -> Encoded:
         problem = block_problem(tiles.points, moments, self.gram == "shared", self.damping)

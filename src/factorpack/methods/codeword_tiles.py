@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -50,14 +50,29 @@ def check_regime(regime: str) -> None:
         raise PlanError(f"regime is {regime!r}, allowed are 'small' and 'large'")
 
 
-def codeword_ladders(make: Callable[..., Method]) -> list[list[Method]]:
-    """Codewords of whole kernels, then of smaller tiles: many short codewords make large files."""
-    kernels = [
-        [make(codewords=count, regime=regime) for count in powers_of_two(3, 11)]
-        for regime in ("large", "small")
-    ]
-    small = [[make(codewords=count, tile=tile) for count in powers_of_two(4, 12)] for tile in (4, 2)]
-    return [*kernels, *small]
+@dataclass(frozen=True, slots=True)
+class CodewordMethod(Method):
+    """What methods of one codebook share: its size, the tile of a codeword, and the traits that follow."""
+
+    codewords: int = 256
+    tile: int | None = None
+    regime: Regime = "small"
+
+    @classmethod
+    def ladders(cls) -> Sequence[Sequence[Method]]:
+        """Codewords of whole kernels, then of smaller tiles: many short codewords make large files."""
+        regimes: tuple[Regime, ...] = ("large", "small")
+        kernels = [
+            [cls(codewords=count, regime=regime) for count in powers_of_two(3, 11)] for regime in regimes
+        ]
+        small = [[cls(codewords=count, tile=tile) for count in powers_of_two(4, 12)] for tile in (4, 2)]
+        return [*kernels, *small]
+
+    def for_classifier(self) -> Method:
+        return replace(self, codewords=CLASSIFIER_CODEWORDS, tile=CLASSIFIER_TILE)
+
+    def for_sizing(self) -> Method:
+        return replace(self, iterations=1)  # type: ignore[call-arg]  # a field of every such method
 
 
 def tile_of(shape: tuple[int, ...], regime: Regime = "small", filter_size: int | None = None) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
 
@@ -11,16 +10,12 @@ import torch
 
 from factorpack.errors import PlanError
 from factorpack.methods.codeword_tiles import (
-    CLASSIFIER_CODEWORDS,
-    CLASSIFIER_TILE,
-    Regime,
+    CodewordMethod,
     check_regime,
     check_settings,
-    codeword_ladders,
     cut,
     tile_of,
 )
-from factorpack.methods.method import Method
 from factorpack.methods.settings import check_type
 from factorpack.record import Encoded
 from factorpack.solve.kmeans import annealed_kmeans, kmeans, kmeans_plus_plus
@@ -31,7 +26,7 @@ SETTLING = 10
 
 
 @dataclass(frozen=True, slots=True)
-class PQF(Method):
+class PQF(CodewordMethod):
     """Vector quantization by k-means under decaying noise (SR-C), from the weights alone.
 
     Step i of `iterations` takes each codeword as the mean of its tiles plus noise of their own covariance, at
@@ -39,9 +34,6 @@ class PQF(Method):
     network's channels; that works on whole models, and this quantizes the weight it is given.
     """
 
-    codewords: int = 256
-    tile: int | None = None
-    regime: Regime = "small"
     iterations: int = 50
     heat: float = 1.0
     decay: float = 0.5
@@ -68,13 +60,3 @@ class PQF(Method):
         start = kmeans_plus_plus(tiles.points, tiles.count, generator)
         annealed = annealed_kmeans(tiles.points, start, self.iterations, generator, self.heat, self.decay)
         return tiles.quantized(kmeans(tiles.points, annealed, SETTLING))
-
-    @classmethod
-    def ladders(cls) -> Sequence[Sequence[Method]]:
-        return codeword_ladders(cls)
-
-    def for_classifier(self) -> Method:
-        return replace(self, codewords=CLASSIFIER_CODEWORDS, tile=CLASSIFIER_TILE)
-
-    def for_sizing(self) -> Method:
-        return replace(self, iterations=1)

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from factorpack.methods.codeword_tiles import (
-    CLASSIFIER_CODEWORDS,
-    CLASSIFIER_TILE,
-    Regime,
+    CodewordMethod,
     check_regime,
     check_settings,
-    codeword_ladders,
     cut,
     tile_of,
 )
-from factorpack.methods.method import Method
 from factorpack.record import Encoded
 from factorpack.solve.kmeans import kmeans, kmeans_plus_plus
 from factorpack.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
-class VQ(Method):
+class VQ(CodewordMethod):
     """`codewords` tiles found by k-means represent all tiles (Z one-hot in the paper's notation).
 
     A tile is a kernel of a convolution, or 4 values of a pointwise or linear layer, twice that in the "large"
@@ -33,9 +28,6 @@ class VQ(Method):
     would be larger than in 8-bit codes gets `Scalar(8)`. The `note` says so.
     """
 
-    codewords: int = 256
-    tile: int | None = None
-    regime: Regime = "small"
     iterations: int = 30
     seed: int = 0
 
@@ -54,13 +46,3 @@ class VQ(Method):
             return tiles
         start = kmeans_plus_plus(tiles.points, tiles.count, torch.Generator().manual_seed(self.seed))
         return tiles.quantized(kmeans(tiles.points, start, self.iterations))
-
-    @classmethod
-    def ladders(cls) -> Sequence[Sequence[Method]]:
-        return codeword_ladders(cls)
-
-    def for_classifier(self) -> Method:
-        return replace(self, codewords=CLASSIFIER_CODEWORDS, tile=CLASSIFIER_TILE)
-
-    def for_sizing(self) -> Method:
-        return replace(self, iterations=1)
