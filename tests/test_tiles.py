@@ -25,7 +25,7 @@ def numbered(*shape: int) -> Tensor:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """Of linear layers, embeddings, and convolutions plain and transposed."""
+    """Shapes of linear layers, embeddings, and convolutions, plain and transposed."""
     spatial = draw(st.lists(st.integers(1, 4), max_size=3))
     groups = draw(st.integers(1, 4)) if spatial and draw(st.booleans()) else 0
     leading = draw(sizes) * max(groups, 1)

@@ -119,7 +119,7 @@ def test_a_curve_falls_in_bytes_and_rises_in_loss(sensitivity: float | None) -> 
 
 @pytest.mark.parametrize("bits", [2.0, 4.0, 6.0])
 def test_the_middle_step_takes_about_the_bits_it_is_for(bits: float) -> None:
-    """Of a Gaussian: log2 sqrt(2 pi e) bits at a step of its standard deviation, one more each halving."""
+    """A Gaussian takes log2 sqrt(2 pi e) bits at a step of its standard deviation, one more per halving."""
     weight, method = Weight(seeded(300, 100)), replace(PLAIN, price=0.0)
     step = middle_step(weight, method, bits)
     assert math.log2(step) == pytest.approx(math.log2(math.sqrt(2 * math.pi * math.e)) - bits, abs=0.02)
@@ -128,7 +128,7 @@ def test_the_middle_step_takes_about_the_bits_it_is_for(bits: float) -> None:
 
 
 def test_steps_of_equal_slope_lose_equally_for_a_bit() -> None:
-    """An octave is a bit a weight where steps are fine: what it loses is the same for loud and quiet inputs."""
+    """An octave is one bit per weight where steps are fine: what it loses is the same for loud and quiet inputs."""
     losses = []
     for gain, sensitivity in ((1.0, 0.1), (0.03, 20.0)):
         inputs = gain * seeded(900, 32) @ seeded(32, 32, seed=1) / 6

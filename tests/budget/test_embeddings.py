@@ -51,7 +51,7 @@ class Reader(nn.Module):
 
 
 def tokens(seed: int = 0) -> Tensor:
-    """Of the first half of the words alone."""
+    """Calibrated on the first half of the tokens alone."""
     return torch.randint(0, 100, (32, 8), generator=torch.Generator().manual_seed(seed))
 
 

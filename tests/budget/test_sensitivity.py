@@ -199,7 +199,7 @@ def test_answers_that_are_no_logits(form: str) -> None:
 
 
 def test_answers_that_are_no_logits_are_a_gaussian_s_mean() -> None:
-    """Of the answers' own spread s: the information at the outputs themselves is 1/s^2."""
+    """With the outputs' own standard deviation s, the information at the outputs is 1/s^2."""
     model = nn.Sequential(nn.Linear(6, 7), nn.Unflatten(1, (7, 1)))
     inputs = seeded(4000, 6)
     spread = float(model(inputs).detach().square().mean())
@@ -256,7 +256,7 @@ def test_hooks_go_when_the_model_fails() -> None:
 
 
 def test_an_embedding_knows_its_whole_measure_information() -> None:
-    """Of answers y = W e that are a Gaussian's mean it is W^T W / s^2, whatever is looked up."""
+    """For outputs y = W e that are the mean of a Gaussian it is W^T W / s^2, whatever is looked up."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 6, bias=False), nn.Unflatten(2, (6, 1)))
     tokens = torch.arange(4000).reshape(-1, 1) % 9

@@ -139,7 +139,7 @@ def test_a_checkpoint_that_may_not_be_read(checkpoint: Path, monkeypatch: pytest
 
 
 def test_runs_that_meet_end_in_one_whole_file(checkpoint: Path, tmp_path: Path) -> None:
-    """Of several at the same time each ends well or is told of another; none spoils the file."""
+    """Several at the same time: each ends well or is told of another; none spoils the file."""
     out = tmp_path / "out"
     children = []
     for _ in range(5):

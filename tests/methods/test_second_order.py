@@ -39,7 +39,7 @@ def moments_of(layer: nn.Module, inputs: Tensor, original: Tensor | None = None)
 
 
 def output_error(layer: nn.Module, encoded: Encoded, inputs: Tensor) -> float:
-    """Of the layer with the decoded weight, relative to its outputs without a bias."""
+    """The output error with the decoded weight, relative to the outputs without a bias."""
     u = unfold_inputs(layer, inputs)
     weight = layer.weight.detach()
     assert isinstance(weight, Tensor)
@@ -214,7 +214,7 @@ def test_impossible_settings(settings: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("tile", [1, 9])
 @pytest.mark.parametrize("states", [4, 8])
 def test_a_trellis_takes_fewer_bytes_at_the_same_output_error(states: int, tile: int) -> None:
-    """Half a bit a weight is worth a factor of two in squared error."""
+    """Half a bit per weight is worth a factor of two in squared error."""
     layer, inputs = seeded_layer(nn.Conv2d(16, 128, 3)), correlated(4, 16, 12, 12)
     weight, moments = layer.weight.detach(), moments_of(layer, inputs)
     plain = fp.SecondOrder(step=0.5, tile=tile).encode(Weight(weight, 0, moments))

@@ -47,7 +47,7 @@ def random_factors(
 
 
 def answers(layer: nn.Module, encoded: Encoded, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the layer with its factors, and of the layer with the weight they make, in FP64."""
+    """Outputs of the layer with its factors, and with the weight they make, in FP64."""
     weight = decode(encoded)
     layer = layer.double()
     layer.weight.data.copy_(weight)  # type: ignore[operator,union-attr]

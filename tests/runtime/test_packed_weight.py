@@ -245,7 +245,7 @@ def test_it_holds_what_a_file_holds(tmp_path: Path) -> None:
 def test_an_embedding_rebuilds_the_rows_it_is_asked_for(
     method: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of kinds whose tiles lie inside a row; from others it takes the whole table."""
+    """For kinds whose tiles lie inside a row; others need the whole table."""
     model = nn.Sequential(nn.Embedding(40, 24)).to(dtype)
     packed = compress(model, METHODS[method])
     table = packed.load_into(copy.deepcopy(model))[0].weight  # type: ignore[index]

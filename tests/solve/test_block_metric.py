@@ -19,7 +19,7 @@ WIDE = torch.float64
 
 
 def moments_of(inputs: Tensor) -> LayerMoments:
-    """Of inputs (groups, positions, K)."""
+    """Moments of inputs (groups, positions, K)."""
     mean = inputs.mean(1)
     return LayerMoments(inputs.transpose(1, 2) @ inputs / inputs.shape[1], mean, None, mean)
 

@@ -20,7 +20,7 @@ from tests.helpers import assert_close, seeded
 
 
 def moments(size: int, groups: int = 1, samples: int = 400, seed: int = 0) -> Tensor:
-    """Of correlated inputs: (groups, size, size), float64."""
+    """Second moments of correlated inputs: (groups, size, size), float64."""
     inputs = seeded(groups, samples, size, dtype=torch.float64, seed=seed)
     mixed = inputs @ seeded(groups, size, size, dtype=torch.float64, seed=seed + 1)
     return mixed.transpose(1, 2) @ mixed / samples
@@ -202,7 +202,7 @@ def test_at_fine_steps_the_error_is_a_twelfth_of_the_importance() -> None:
 
 
 def test_columns_take_over_the_errors_of_those_before_them() -> None:
-    """Of numbers far apart in steps, whose rounding errors have a variance of a twelfth."""
+    """For values many steps apart, whose rounding errors have a variance of a twelfth."""
     size, rows = 12, 20_000
     inputs = seeded(600, size) @ (seeded(size, size, seed=1) + 2 * torch.eye(size))
     factor = feedback_factor((inputs.T @ inputs / 600)[None])

@@ -89,7 +89,7 @@ def test_both_searches_find_paths_of_one_cost(states: int, rows: int, paths: int
 
 @pytest.mark.parametrize("rows", [3, LONGEST, LONGEST + 1, 300])
 def test_a_column_alone_and_all_at_once_are_paths_of_a_file(rows: int) -> None:
-    """Of one cost: the two searches may break ties differently."""
+    """Equal in cost: the two searches may break ties differently."""
     values = 2.0 * seeded(1, rows, 7)
     lengths = plain_lengths(rows, 7, 8)
     whole = lengths.round_all(values)

@@ -83,7 +83,7 @@ def answer(net: nn.Module, name: str, inputs: Tensor) -> Tensor:
 
 
 def errors(packed: Packed, inputs: Tensor) -> list[float]:
-    """Of every block's output, the blocks before it compressed too."""
+    """The error of every block's output, with the blocks before it compressed too."""
     original, compressed = Net().eval(), packed.load_into(Net()).eval()
     pairs = [(answer(original, name, inputs), answer(compressed, name, inputs)) for name in BLOCKS]
     return [((found - right).square().sum() / right.square().sum()).item() for right, found in pairs]

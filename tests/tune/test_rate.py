@@ -172,7 +172,7 @@ def test_a_scale_of_zero() -> None:
 
 
 def test_bits_a_weight() -> None:
-    """Of all the codes there are, for as many weights as they stand for."""
+    """All codes together, per weight that they represent."""
     parts = [QuantizedRows(bell(2, 5000, 4, 1.0, seed), torch.ones(2, 1), 4) for seed in (0, 1)]
     term = RateTerm(parts, 40000)
     expected = sum(entropy_bits(row) for rows in parts for row in rows.codes().tolist())

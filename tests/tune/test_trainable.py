@@ -39,8 +39,8 @@ def unsigned(encoded: Encoded) -> Encoded:
 
 
 FACTORS = {
-    "a scale a row": fp.QSPCA(9, 4, tile=16).encode(Weight(WEIGHT)),
-    "a scale a column": fp.QSPCA(9, 4, tile=16, latent_scales="column").encode(Weight(WEIGHT)),
+    "one scale per row": fp.QSPCA(9, 4, tile=16).encode(Weight(WEIGHT)),
+    "one scale per column": fp.QSPCA(9, 4, tile=16, latent_scales="column").encode(Weight(WEIGHT)),
     "no mean": fp.QSPCA(9, 3, tile=16, center=False).encode(Weight(WEIGHT)),
     "sparse": fp.QSPCA(9, 4, 0.3, tile=16).encode(Weight(WEIGHT)),
     "sparse, a scale a column": fp.QSPCA(9, 4, 0.3, tile=16, latent_scales="column").encode(Weight(WEIGHT)),
@@ -299,7 +299,7 @@ def test_zeros_stay_where_a_threshold_made_some(case: str) -> None:
     assert after.extra_zeros == encoded.extra_zeros
 
 
-@pytest.mark.parametrize("case", ["a scale a row", "a scale a column", "no mean"])
+@pytest.mark.parametrize("case", ["one scale per row", "one scale per column", "no mean"])
 def test_accidental_zeros_may_leave_where_there_was_no_threshold(case: str) -> None:
     encoded = FACTORS[case]
     assert encoded.extra_zeros == 0
