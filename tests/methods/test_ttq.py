@@ -60,7 +60,7 @@ def test_means_are_the_best_levels_for_their_codes() -> None:
 
 
 def test_gradients_are_the_papers() -> None:
-    """Gradients of scales are sums over their weights; those of weights are scaled by W_p, 1 and W_n (equations 7, 8)."""
+    """Scales: sums over their weights. Weights: scaled by W_p, 1 and W_n (its equations 7 and 8)."""
     encoded = TTQ(0.3).encode(Weight(WEIGHT))
     trainable = TrainableLevels(encoded)
     arriving = seeded(6, 40, seed=1)
