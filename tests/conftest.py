@@ -14,12 +14,32 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import torch
 from hypothesis import settings
+from safetensors.torch import save_file
 from torch import nn
+
+from tests.helpers import seeded
 
 settings.register_profile("steady", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("steady")
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def uneven_checkpoint(tmp_path: Path) -> Path:
+    """Weights larger than a sample, whose rows are of unequal size, and what is kept beside them."""
+    scale = torch.linspace(0.5, 2, 512)[:, None]
+    state = {
+        "conv1.weight": seeded(16, 3, 3, 3),
+        "conv2.weight": seeded(128, 128, 3, 3, seed=1),
+        "wide.weight": scale * seeded(512, 384, seed=2),
+        "fc.weight": seeded(40, 512, seed=3),
+        "fc.bias": seeded(40),
+        "steps": torch.tensor(7),
+    }
+    (tmp_path / "in").mkdir()
+    save_file(state, tmp_path / "in" / "net.safetensors")
+    return tmp_path / "in" / "net.safetensors"
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import factorpack as fp
 from factorpack.budget.excerpt import excerpt_of, measure_a_few
@@ -41,23 +40,6 @@ def test_the_estimate_is_close_to_the_file_of_a_real_model(tmp_path: Path, metho
             assert line.bytes == pytest.approx(written[line.name], rel=2 * CLOSE), line.name
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    """Weights larger than a sample, whose rows are of unequal size, and what is kept beside them."""
-    scale = torch.linspace(0.5, 2, 512)[:, None]
-    state = {
-        "conv1.weight": seeded(16, 3, 3, 3),
-        "conv2.weight": seeded(128, 128, 3, 3, seed=1),
-        "wide.weight": scale * seeded(512, 384, seed=2),
-        "fc.weight": seeded(40, 512, seed=3),
-        "fc.bias": seeded(40),
-        "steps": torch.tensor(7),
-    }
-    (tmp_path / "in").mkdir()
-    save_file(state, tmp_path / "in" / "net.safetensors")
-    return tmp_path / "in" / "net.safetensors"
-
-
 METHODS_TRIED: list[Method] = [
     fp.QSPCA(64, 4),
     fp.QSPCA(256, 3, sparsity=0.3),
@@ -78,14 +60,18 @@ METHODS_TRIED: list[Method] = [
 
 
 @pytest.mark.parametrize("method", METHODS_TRIED, ids=str)
-def test_every_kind_of_encoding_grows_as_it_should(checkpoint: Path, tmp_path: Path, method: Method) -> None:
-    planned = fp.plan(checkpoint, method)
-    assert planned.file_bytes == pytest.approx(real_bytes(tmp_path, checkpoint, method=method), rel=CLOSE)
+def test_every_kind_of_encoding_grows_as_it_should(
+    uneven_checkpoint: Path, tmp_path: Path, method: Method
+) -> None:
+    planned = fp.plan(uneven_checkpoint, method)
+    assert planned.file_bytes == pytest.approx(
+        real_bytes(tmp_path, uneven_checkpoint, method=method), rel=CLOSE
+    )
 
 
-def test_a_budget_is_shared_out(checkpoint: Path, tmp_path: Path) -> None:
-    planned = fp.plan(checkpoint, ratio=10)
-    real = real_bytes(tmp_path, checkpoint, ratio=10)
+def test_a_budget_is_shared_out(uneven_checkpoint: Path, tmp_path: Path) -> None:
+    planned = fp.plan(uneven_checkpoint, ratio=10)
+    real = real_bytes(tmp_path, uneven_checkpoint, ratio=10)
     assert planned.budget_bytes == int(planned.original_bytes / 10)
     assert planned.planner == fp.Planner()
     assert planned.file_bytes == pytest.approx(real, rel=0.02)
@@ -95,29 +81,31 @@ def test_a_budget_is_shared_out(checkpoint: Path, tmp_path: Path) -> None:
             assert line.bytes == pytest.approx(written[line.name], rel=0.3), line.name
 
 
-def test_the_smallest_size_is_the_one_below_which_compressing_refuses(checkpoint: Path) -> None:
-    smallest = fp.plan(checkpoint, ratio=10).smallest_bytes
+def test_the_smallest_size_is_the_one_below_which_compressing_refuses(uneven_checkpoint: Path) -> None:
+    smallest = fp.plan(uneven_checkpoint, ratio=10).smallest_bytes
     assert smallest is not None
-    fp.plan(checkpoint, max_bytes=smallest)
+    fp.plan(uneven_checkpoint, max_bytes=smallest)
     for verb in (fp.plan, fp.compress):
         with pytest.raises(PlanError, match=f"the file would still have {smallest}"):
-            verb(checkpoint, max_bytes=smallest - 1)
+            verb(uneven_checkpoint, max_bytes=smallest - 1)
 
 
-def test_a_recipe_is_followed_and_named(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_recipe_is_followed_and_named(uneven_checkpoint: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text('exclude = ["wide.*"]\n[default]\nmethod = "scalar"\nbits = 3\n')
-    planned = fp.plan(checkpoint, recipe=recipe)
+    planned = fp.plan(uneven_checkpoint, recipe=recipe)
     assert planned.recipe == str(recipe)
     notes = {line.name: line.note for line in planned.tensors}
     assert notes["wide.weight"] == "excluded by 'wide.*'"
-    assert planned.file_bytes == pytest.approx(real_bytes(tmp_path, checkpoint, recipe=recipe), rel=CLOSE)
+    assert planned.file_bytes == pytest.approx(
+        real_bytes(tmp_path, uneven_checkpoint, recipe=recipe), rel=CLOSE
+    )
 
 
-def test_what_contradicts_itself_is_refused(checkpoint: Path) -> None:
+def test_what_contradicts_itself_is_refused(uneven_checkpoint: Path) -> None:
     for choices in ({"method": fp.Scalar(4), "ratio": 3}, {"ratio": 3, "max_bytes": 4000}):
         with pytest.raises(PlanError, match="give one of"):
-            fp.plan(checkpoint, **choices)  # type: ignore[arg-type]
+            fp.plan(uneven_checkpoint, **choices)  # type: ignore[arg-type]
 
 
 def test_small_tensors_are_encoded_whole(tmp_path: Path) -> None:
@@ -150,8 +138,8 @@ def test_samples_are_small(shape: tuple[int, ...], method: Method) -> None:
     assert excerpt.growth == pytest.approx(weight.numel() / excerpt.weight.numel)
 
 
-def test_memory_and_seconds_are_about_right(checkpoint: Path) -> None:
-    small, large = fp.plan(checkpoint, fp.Scalar(4)), fp.plan(checkpoint, fp.QSPCA(256, 5))
+def test_memory_and_seconds_are_about_right(uneven_checkpoint: Path) -> None:
+    small, large = fp.plan(uneven_checkpoint, fp.Scalar(4)), fp.plan(uneven_checkpoint, fp.QSPCA(256, 5))
     largest = 4 * 512 * 384
     assert largest < small.compress_peak_bytes < large.compress_peak_bytes < 20 * largest
     assert small.load_peak_bytes > small.original_bytes

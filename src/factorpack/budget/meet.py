@@ -56,12 +56,8 @@ class Coder(Protocol[T_co]):
         """Makes a weight zero."""
         ...
 
-    def size(self) -> int:
-        """Bytes of the file with all tensors as they are now."""
-        ...
-
-    def tensors(self) -> Mapping[str, T_co]:
-        """All tensors as they are now, in the file's order."""
+    def measure(self) -> tuple[int, Mapping[str, T_co]]:
+        """Bytes of the file with all tensors as they are now, and those tensors in the file's order."""
         ...
 
 
@@ -101,8 +97,8 @@ def _pass(
     coder.encode(methods, planned, aim, closer)
     gap = GapSearch(coder.numel(closer), coder.step_of(closer), planner.price)
     for _ in range(CLOSING_TRIES):
-        size = coder.size()
-        best.offer(max_bytes, size, coder.tensors())
+        size, tensors = coder.measure()
+        best.offer(max_bytes, size, tensors)
         if LEAST * max_bytes <= size <= max_bytes:
             break
         own = coder.bytes_of(closer)
@@ -123,6 +119,6 @@ def _zero_largest(coder: Coder[T], max_bytes: int, best: BestFit[T]) -> None:
     """The last resort of a budget barely above headers: the largest weights become zero."""
     for name in sorted(coder.order, key=lambda each: -coder.bytes_of(each)):
         coder.zero(name)
-        best.offer(max_bytes, coder.size(), coder.tensors())
+        best.offer(max_bytes, *coder.measure())
         if best.size:
             return

@@ -16,7 +16,6 @@ from factorpack.budget.planner import BudgetRequest, Planner
 from factorpack.budget.tensors import Tensors, split_tensors
 from factorpack.errors import PlanError, while_compressing
 from factorpack.format.container import file_header, stored
-from factorpack.format.packed_file import file_bytes
 from factorpack.format.schema import TensorRow
 from factorpack.methods import Method, Scalar
 from factorpack.planning.families import DEFAULT_METHOD, resolve_rules
@@ -111,8 +110,7 @@ def plan(
     request = BudgetRequest(opened, None, None, planner, rules.layers, rules.exclude, progress=False)
     tensors = split_tensors(request)
     preview = _preview(opened, _by_budget(tensors, planner, wanted), name)
-    smallest = file_bytes(tensors.empty(), opened.aliases)
-    return replace(preview, budget_bytes=wanted, smallest_bytes=smallest, planner=planner)
+    return replace(preview, budget_bytes=wanted, smallest_bytes=tensors.smallest_bytes, planner=planner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +185,7 @@ def _estimate(name: str, source: Source, choice: Choice) -> _Estimate:
 
 def _by_budget(tensors: Tensors, planner: Planner, max_bytes: int) -> dict[str, _Estimate]:
     """Every weight's share of a budget, and all other tensors as they will be stored."""
-    source, empty = tensors.source, tensors.empty()
+    source, empty = tensors.source, tensors.empty
     shares = _share_out(tensors, planner, max_bytes)
     found = {}
     for name, entry in source.entries.items():

@@ -82,13 +82,11 @@ class SequentialCoder:
         zero = zero_of(self._tensors.source.entries[name])
         self._done[name] = _Done(zero.noted("zero: the budget leaves no room for it"), 0.0, 0)
 
-    def size(self) -> int:
-        rows = [self._row(name, encoded) for name, encoded in self.tensors().items()]
-        return bytes_of(rows, self._tensors.source.aliases)
-
-    def tensors(self) -> dict[str, Encoded]:
+    def measure(self) -> tuple[int, dict[str, Encoded]]:
         coded = {name: done.encoded for name, done in self._done.items()}
-        return self._tensors.join(coded, self._compressed)
+        tensors = self._tensors.join(coded, self._compressed)
+        rows = [self._row(name, encoded) for name, encoded in tensors.items()]
+        return bytes_of(rows, self._tensors.source.aliases), tensors
 
     def _row(self, name: str, encoded: Encoded) -> TensorRow:
         """How a tensor is stored; only one that has changed is coded again."""

@@ -127,11 +127,8 @@ class TaskCoder:
         write_packed(self._files[name], [(name, zero)], {})
         self._rows[name] = Reader(self._files[name]).rows[name]
 
-    def size(self) -> int:
-        return self._size(self._rows)
-
-    def tensors(self) -> dict[str, Path]:
-        return {name: self._files[name] for name in self._source.entries}
+    def measure(self) -> tuple[int, dict[str, Path]]:
+        return self._size(self._rows), {name: self._files[name] for name in self._source.entries}
 
     def _encode_fixed(self, fixed: Mapping[str, Choice]) -> None:
         tasks = []

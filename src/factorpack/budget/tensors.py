@@ -52,14 +52,19 @@ class Tensors:
         small = small_leftovers(fixed, self.model, self.fold_norms)
         return {name: coded[name] if name in coded else small[name] for name in self.source.entries}
 
+    @cached_property
     def empty(self) -> dict[str, Encoded]:
         """The tensors of the smallest possible file: what is kept, and every weight zero."""
         return self.join({name: zero_of(self.source.entries[name]) for name in self.coded}, None)
 
+    @cached_property
+    def smallest_bytes(self) -> int:
+        """Bytes of the smallest possible file."""
+        return file_bytes(self.empty, self.source.aliases)
+
     def overhead_bytes(self, max_bytes: int) -> int:
         """Bytes of everything but codes; an error where a file without a single code would be too large."""
-        zeros = [zero_of(self.source.entries[name]) for name in self.coded]
-        return overhead_bytes(file_bytes(self.empty(), self.source.aliases), max_bytes, zeros)
+        return overhead_bytes(self.smallest_bytes, max_bytes, [self.empty[name] for name in self.coded])
 
     def bits_per_weight(self, left_bytes: int) -> float:
         """What so many bytes allow; more bits than a code may have are of no use."""
