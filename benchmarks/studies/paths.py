@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.data import imagenet_train, normalized, pretrained, shuffled
 from benchmarks.formatting import MODELS, format_source, format_table, load_result
-from factorpack.budget.candidates import choose_method, encode_steps, middle_step
+from factorpack.budget.candidates import choose_method, encode_with_step, middle_step
 from factorpack.budget.planner import Planner
 from factorpack.calibrate import calibrate
 from factorpack.format import entropy, trellis_stream
@@ -54,8 +54,11 @@ def _row(weight: Tensor, moments: LayerMoments, rate: float, states: list[int]) 
     known = Weight(weight, 0, moments, 1.0)
     method = choose_method(known, Planner(price=HIGH_RATE, damping=DAMPING), rate)
     middle = middle_step(known, method, rate)
-    curve = encode_steps(known, method, [middle * 2.0**octave for octave in OCTAVES])
-    errors, sizes = [log2(loss) for _, loss in curve], [log2(coded_bytes(encoded)) for encoded, _ in curve]
+    curve = [encode_with_step(known, method, middle * 2.0**octave) for octave in OCTAVES]
+    errors, sizes = (
+        [log2(coded.loss) for coded in curve],
+        [log2(coded_bytes(coded.encoded)) for coded in curve],
+    )
     plain, seconds = _timed(known, method, middle)
     row: dict[str, Any] = {
         "shape": list(weight.shape),
@@ -77,8 +80,8 @@ def _row(weight: Tensor, moments: LayerMoments, rate: float, states: list[int]) 
 
 def _timed(weight: Weight, method: SecondOrder, step: float) -> tuple[tuple[Encoded, float], float]:
     started = time.process_time()
-    (found,) = encode_steps(weight, method, [step])
-    return found, round(time.process_time() - started, 2)
+    coded = encode_with_step(weight, method, step)
+    return (coded.encoded, coded.loss), round(time.process_time() - started, 2)
 
 
 def _decode_ns(encoded: Encoded) -> float:

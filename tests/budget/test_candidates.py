@@ -15,7 +15,8 @@ from factorpack.budget import candidates
 from factorpack.budget.candidates import (
     choose_method,
     curve_of,
-    encode_steps,
+    encode_with_step,
+    measure_steps,
     middle_step,
     step_at_unit_slope,
 )
@@ -24,7 +25,7 @@ from factorpack.decoding import decode
 from factorpack.format.container import Reader
 from factorpack.format.streams import coded_bytes
 from factorpack.methods import SecondOrder
-from factorpack.record import LayerMoments
+from factorpack.record import Encoded, LayerMoments
 from factorpack.solve.code_length import HIGH_RATE
 from factorpack.solve.layer_problem import DAMPING
 from factorpack.solve.moments import MomentAccumulator
@@ -54,6 +55,11 @@ def planner(basis: bool = True, trellis: int = 0) -> Planner:
     return Planner(price=HIGH_RATE, damping=DAMPING, basis=basis, trellis=trellis)
 
 
+def encode_steps(weight: Weight, method: SecondOrder, steps: list[float]) -> list[tuple[Encoded, float]]:
+    found = [encode_with_step(weight, method, step) for step in steps]
+    return [(coded.encoded, coded.loss) for coded in found]
+
+
 def matrix(rows: int = 64, size: int = 48, sensitivity: float | None = None) -> Weight:
     layer = nn.Linear(size, rows)
     inputs = seeded(600, size) @ seeded(size, size, seed=1) / size**0.5
@@ -71,13 +77,15 @@ def test_bytes_are_those_of_the_file(
     moments = moments_of(layer, seeded(4, 32, 9, 9)) if sensitivity is not None else None
     weight = Weight(smooth_kernels(48, 32), 0, moments, sensitivity)
     method = replace(PLAIN, tile=tile, trellis=trellis)
-    for encoded, _ in encode_steps(weight, method, [0.05, 0.3, 1.0]):
+    for step in (0.05, 0.3, 1.0):
+        coded = encode_with_step(weight, method, step)
+        encoded = coded.encoded
         assert len(encoded.parts["codebook"]) == tile if tile > 1 else encoded.kind == "scalar"
         assert encoded.trellis == trellis
         path = tmp_path / "one.packed.safetensors"
         write_packed(path, {"w": encoded})
         stored = sum(part.stored_bytes for part in Reader(path).rows["w"].parts.values())
-        assert abs(coded_bytes(encoded) - stored) <= 16 * len(encoded.bits) + 0.02 * stored
+        assert abs(coded.bytes - stored) <= 32 * len(encoded.bits) + 0.04 * stored
 
 
 def test_without_data_the_loss_is_the_relative_error_of_the_weight() -> None:
@@ -98,17 +106,29 @@ def test_with_data_the_loss_is_half_the_sensitivity_times_the_outputs_error() ->
 def test_many_steps_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = matrix(sensitivity=1.0)
     steps = [0.1, 0.2, 0.4, 0.8]
-    together = encode_steps(weight, PLAIN, steps)
+    together = measure_steps(weight, PLAIN, steps)
     monkeypatch.setattr(candidates, "VALUES_AT_ONCE", 2 * weight.numel)
-    for (one, loss), (other, other_loss) in zip(encode_steps(weight, PLAIN, steps), together, strict=True):
-        assert torch.equal(decode(one), decode(other))
-        assert loss == pytest.approx(other_loss)
+    assert np.array(measure_steps(weight, PLAIN, steps)) == pytest.approx(np.array(together))
+
+
+@pytest.mark.parametrize("sensitivity", [None, 1.0])
+def test_plans_are_made_on_all_rows_of_a_small_weight_and_some_of_a_large_one(
+    monkeypatch: pytest.MonkeyPatch, sensitivity: float | None
+) -> None:
+    weight, steps = matrix(rows=900, sensitivity=sensitivity), [0.2, 1.0]
+    coded = [encode_with_step(weight, PLAIN, step) for step in steps]
+    whole = np.array([(each.bytes, each.loss) for each in coded])
+    assert np.array(measure_steps(weight, PLAIN, steps)) == pytest.approx(whole, rel=1e-3)
+    monkeypatch.setattr(candidates, "PLANNED_VALUES", 48 * 100)
+    some = np.array(measure_steps(weight, PLAIN, steps))
+    assert some == pytest.approx(whole, rel=0.03)
+    assert not np.array_equal(some[:, 1], whole[:, 1])
 
 
 @pytest.mark.parametrize("sensitivity", [None, 0.7])
 def test_a_curve_falls_in_bytes_and_rises_in_loss(sensitivity: float | None) -> None:
     weight = matrix(sensitivity=sensitivity)
-    found, _ = curve_of(weight, PLAIN, 3.0)
+    found = curve_of(weight, PLAIN, 3.0)
     assert list(found.steps) == sorted(found.steps)
     assert len(found.steps) == 8
     assert not decode(encode_steps(weight, PLAIN, [found.steps[-1]])[0][0]).any()
@@ -155,7 +175,7 @@ def test_a_trellis_is_taken_where_it_pays(sensitivity: float | None) -> None:
     known = [moments_of(nn.Linear(size, 1), seeded(500, size)) if sensitivity else None for size in (64, 4)]
     many = Weight(weight, 0, known[0], sensitivity)
     chosen = choose_method(many, planner(trellis=8), 3.0)
-    assert chosen.trellis == curve_of(many, chosen, 3.0)[0].trellis == 8
+    assert chosen.trellis == curve_of(many, chosen, 3.0).trellis == 8
     assert choose_method(Weight(few, 0, known[1], sensitivity), planner(trellis=8), 3.0).trellis == 0
     assert choose_method(many, planner(), 3.0).trellis == 0
 
@@ -191,7 +211,7 @@ def test_the_best_basis_has_the_least_bytes_at_the_loss_it_has(tile: int) -> Non
     chosen = choose_method(weight, planner(), 3.0)
     assert chosen.tile == tile
     other = replace(PLAIN, tile=10 - tile)
-    (best, _), (rival, _) = curve_of(weight, chosen, 3.0), curve_of(weight, other, 3.0)
+    best, rival = curve_of(weight, chosen, 3.0), curve_of(weight, other, 3.0)
     for loss, size in list(zip(best.losses, best.bytes, strict=True))[2:5]:
         octave = np.interp(loss, rival.losses, np.log2(rival.steps))
         assert size < rival.bytes_at(2.0**octave)
@@ -207,14 +227,14 @@ def test_transposed_convolutions_are_read_by_their_output_channels() -> None:
 def test_a_weight_of_zeros_has_a_curve() -> None:
     for moments, sensitivity in ((None, None), (moments_of(nn.Linear(16, 8), seeded(50, 16)), 1.0)):
         weight = Weight(torch.zeros(8, 16), 0, moments, sensitivity)
-        found, _ = curve_of(weight, choose_method(weight, planner(), 3.0), 3.0)
+        found = curve_of(weight, choose_method(weight, planner(), 3.0), 3.0)
         assert all(math.isfinite(loss) for loss in found.losses)
         assert set(found.losses) == {0.0}
 
 
 def test_inputs_that_are_all_zero_have_a_curve() -> None:
     weight = Weight(seeded(8, 16), 0, moments_of(nn.Linear(16, 8), torch.zeros(50, 16)), 0.0)
-    found, _ = curve_of(weight, choose_method(weight, planner(), 3.0), 3.0)
+    found = curve_of(weight, choose_method(weight, planner(), 3.0), 3.0)
     assert all(math.isfinite(loss) for loss in found.losses)
     assert math.isfinite(found.step_at_unit_slope)
 
@@ -224,5 +244,5 @@ def test_no_step_is_so_fine_that_codes_are_clipped(bits: float) -> None:
     """Codes have at most 16 bits: a budget for more must not make the weight worse."""
     weight = Weight(seeded(64, 48))
     method = choose_method(weight, planner(), bits)
-    for encoded, loss in encode_steps(weight, method, list(curve_of(weight, method, bits)[0].steps)):
+    for encoded, loss in encode_steps(weight, method, list(curve_of(weight, method, bits).steps)):
         assert relative_error(decode(encoded), weight.values) ** 2 == pytest.approx(loss, rel=0.01, abs=1e-8)

@@ -10,19 +10,22 @@ import torch
 from factorpack.budget.curves import Curve
 from factorpack.budget.planner import Planner
 from factorpack.budget.step_search import StepSearch
-from factorpack.format.streams import coded_bytes
 from factorpack.methods import SecondOrder
 from factorpack.methods.second_order import as_encoded, stored_step
 from factorpack.quantize.trellis import SHORTEST
 from factorpack.record import Encoded
+from factorpack.solve.code_size import estimate_bytes
+from factorpack.solve.layer_problem import Basis
 from factorpack.weight import Weight
 
-LARGE_TILES = (16, 256)
-"""Tiles tried beside none and the kernel: a small one, and the paper's."""
+TILES_WITHOUT_KERNEL = (16, 256)
+"""Tiles tried beside none where there is no kernel to be one: a small one, and the paper's."""
 OCTAVES = (-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0)
 GAUSSIAN_BITS = 2.05
 """Entropy of a Gaussian rounded at a step of its own standard deviation, for fine steps: log2 sqrt(2 pi e)."""
 VALUES_AT_ONCE = 1 << 24
+PLANNED_VALUES = 1 << 19
+"""Values of a weight that plans are made on: rows are alike, so a large weight needs only some of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,38 +38,49 @@ class Coded:
     """As the search for it knows it: the method's own is never finer than 16-bit codes allow."""
     bytes: int
     """Estimated, in the file."""
+    loss: float
+    """Nats by the sensitivity; without one, the relative squared error of the weight."""
 
 
 def encode_with_step(weight: Weight, method: SecondOrder, step: float) -> Coded:
     """The weight at a step, or at the finest that 16-bit codes allow."""
+    problem = method.problem(weight)
     method = replace(method, step=max(step, _finest_step(weight, method)))
-    encoded = method.encode(weight)
-    return Coded(encoded, method, step, coded_bytes(encoded))
+    stored = stored_step(method.step or 1.0, method.trellis, problem.latent.device)
+    codes, errors = problem.round(stored.float().reshape(1), method.price, method.trellis)
+    size = _bytes_of(codes, problem.basis, method.trellis, codes.shape[2]).item()
+    encoded = as_encoded(codes[0], stored, problem.basis, weight, method.trellis)
+    return Coded(encoded, method, step, int(size), float(errors) * _loss_per_error(weight, method))
 
 
-def encode_steps(weight: Weight, method: SecondOrder, steps: list[float]) -> list[tuple[Encoded, float]]:
-    """The weight's codes at several steps, and the loss of each, as many at once as memory allows."""
-    at_once = max(1, VALUES_AT_ONCE // method.problem(weight).latent.numel())
-    found: list[tuple[Encoded, float]] = []
+def measure_steps(weight: Weight, method: SecondOrder, steps: list[float]) -> list[tuple[float, float]]:
+    """Bytes and loss of the weight at several steps, from some of its rows, as many at once as memory allows."""
+    problem, finest = method.problem(weight), _finest_step(weight, method)
+    some = problem.some_rows(PLANNED_VALUES)
+    rows = problem.latent.shape[1]
+    stored = [stored_step(max(step, finest), method.trellis, problem.latent.device).float() for step in steps]
+    at_once = max(1, VALUES_AT_ONCE // some.latent.numel())
+    found: list[tuple[float, float]] = []
     for start in range(0, len(steps), at_once):
-        found += _encode_batch(weight, method, steps[start : start + at_once])
+        batch = torch.cat(stored[start : start + at_once]).flatten()
+        codes, errors = some.round(batch, method.price, method.trellis)
+        sizes = _bytes_of(codes, problem.basis, method.trellis, rows)
+        losses = errors * (rows / some.latent.shape[1] * _loss_per_error(weight, method))
+        found += zip(sizes.tolist(), losses.tolist(), strict=True)
     return found
 
 
-def _encode_batch(weight: Weight, method: SecondOrder, steps: list[float]) -> list[tuple[Encoded, float]]:
-    problem, finest = method.problem(weight), _finest_step(weight, method)
-    device = problem.latent.device
-    stored = [stored_step(max(step, finest), method.trellis, device) for step in steps]
-    exact = torch.tensor([float(step) for step in stored], device=device)
-    codes, errors = problem.round(exact, method.price, method.trellis)
-    if weight.sensitivity is None:
-        losses = errors / problem.latent.square().sum().clamp_min(1e-30)
-    else:
-        losses = errors * (weight.sensitivity / 2)
-    return [
-        (as_encoded(code, step, problem.basis, weight, method.trellis), float(loss))
-        for code, step, loss in zip(codes, stored, losses, strict=True)
-    ]
+def _bytes_of(codes: torch.Tensor, basis: Basis | None, trellis: int, rows: int) -> torch.Tensor:
+    """Bytes, (steps,), of codes (steps, groups, some of the `rows`, K), with the basis and the step."""
+    size = estimate_bytes(codes.flatten(1, 2), trellis, rows * codes.shape[1]) + 4
+    return size if basis is None else size + estimate_bytes(basis.codes.float()[None]) + 4
+
+
+def _loss_per_error(weight: Weight, method: SecondOrder) -> float:
+    if weight.sensitivity is not None:
+        return weight.sensitivity / 2
+    problem = method.problem(weight)
+    return 1.0 / max(problem.rms**2 * problem.latent.numel(), 1e-30)
 
 
 def choose_method(weight: Weight, planner: Planner, bits: float) -> SecondOrder:
@@ -81,32 +95,31 @@ def choose_method(weight: Weight, planner: Planner, bits: float) -> SecondOrder:
     slope *= 0.5 if weight.sensitivity is not None else 1.0 / weight.numel
 
     def cost(method: SecondOrder) -> float:
-        ((encoded, loss),) = encode_steps(weight, method, [reference * step_at_unit_slope(weight, method)])
-        return loss + slope * 8 * coded_bytes(encoded)
+        ((size, loss),) = measure_steps(weight, method, [reference * step_at_unit_slope(weight, method)])
+        return loss + slope * 8 * size
 
-    best = min(methods, key=cost)
+    best = min(methods, key=cost) if len(methods) > 1 else methods[0]
     weight.forget((best.tile, best.damping))
     if not planner.trellis or weight.layout.outputs < SHORTEST:
         return best
     return min(best, replace(best, trellis=planner.trellis), key=cost)
 
 
-def curve_of(weight: Weight, method: SecondOrder, bits: float) -> tuple[Curve, list[Encoded]]:
-    """Seven octaves of steps about `bits` per weight, and one at which every code is zero; and the codes."""
+def curve_of(weight: Weight, method: SecondOrder, bits: float) -> Curve:
+    """Seven octaves of steps about `bits` per weight, and one at which every code is zero."""
     middle = middle_step(weight, method, bits)
     steps = [middle * 2.0**octave for octave in OCTAVES]
-    steps.append(max(2.0 * steps[-1], 4.0 * float(method.problem(weight).latent.abs().max())))
-    found = encode_steps(weight, method, steps)
-    predicted = Curve(
+    steps.append(max(2.0 * steps[-1], 4.0 * method.problem(weight).largest))
+    found = measure_steps(weight, method, steps)
+    return Curve(
         steps,
-        [coded_bytes(encoded) for encoded, _ in found],
+        [int(size) for size, _ in found],
         [loss for _, loss in found],
         weight.numel,
         method.tile,
         step_at_unit_slope(weight, method),
         method.trellis,
     )
-    return predicted, [encoded for encoded, _ in found]
 
 
 def meet_bytes(weight: Weight, method: SecondOrder, step: float, aim: float) -> Coded:
@@ -122,8 +135,7 @@ def meet_bytes(weight: Weight, method: SecondOrder, step: float, aim: float) -> 
 
 def middle_step(weight: Weight, method: SecondOrder, bits: float) -> float:
     """The step at which a Gaussian of the latent's RMS takes `bits` per value."""
-    rms = float(method.problem(weight).latent.square().mean().sqrt())
-    return max(rms, 1e-30) * float(2.0 ** (GAUSSIAN_BITS - max(bits, 0.5)))
+    return max(method.problem(weight).rms, 1e-30) * float(2.0 ** (GAUSSIAN_BITS - max(bits, 0.5)))
 
 
 def step_at_unit_slope(weight: Weight, method: SecondOrder) -> float:
@@ -133,22 +145,21 @@ def step_at_unit_slope(weight: Weight, method: SecondOrder) -> float:
     """
     problem = method.problem(weight)
     if weight.sensitivity is None:
-        return float(problem.latent.square().mean().sqrt().clamp_min(1e-30))
-    return 1.0 / sqrt(max(weight.sensitivity * float(problem.importance().mean()), 1e-30))
+        return max(problem.rms, 1e-30)
+    return 1.0 / sqrt(max(weight.sensitivity * problem.mean_importance, 1e-30))
 
 
 def _finest_step(weight: Weight, method: SecondOrder) -> float:
     """Finer steps would need more than the 16 bits of a code, the growth of feedback allowed for."""
-    largest = float(method.problem(weight).latent.abs().max())
-    return largest * 2.0 ** (-12 if method.trellis else -14)
+    return method.problem(weight).largest * 2.0 ** (-12 if method.trellis else -14)
 
 
 def _tiles(weight: Weight) -> list[int]:
     kernel = weight.values[0, 0].numel() if weight.values.dim() > 2 else 1
-    wanted = [1, kernel, *LARGE_TILES]
+    wanted = [1, kernel] if kernel > 1 else [1, *TILES_WITHOUT_KERNEL]
     # C must be cheap beside the codes, and a tile lie inside one filter.
     return [
         tile
-        for tile in dict.fromkeys(wanted)
+        for tile in wanted
         if weight.filter_size % tile == 0 and (tile == 1 or tile * tile * 8 <= weight.numel)
     ]

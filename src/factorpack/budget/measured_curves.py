@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
 
-from factorpack.budget.candidates import choose_method, curve_of
+from factorpack.budget.candidates import choose_method, curve_of, encode_with_step
 from factorpack.budget.curves import Curve, allocate, fill_unknown, load_curves, save_curves
 from factorpack.budget.knowledge import Knowledge
 from factorpack.budget.tensors import Tensors
 from factorpack.budget.trial import SingleWeightTrial, correct_curve
 from factorpack.errors import while_compressing
 from factorpack.format.streams import raw_bytes
+from factorpack.methods import SecondOrder
 from factorpack.progress import Progress
-from factorpack.record import Encoded
+from factorpack.weight import Weight
 
 REFINEMENTS = 2
 """How often a plan is corrected by measurement: the second time at the steps of the first."""
+KEPT_BYTES = 4 << 30
+"""Plans are corrected where all weights, ready to be rounded again, fit into this much memory."""
+
+Candidate = tuple[Weight, SecondOrder]
+"""A weight, ready to be rounded at any step, and the method that does it."""
 
 
 def find_curves(
@@ -37,11 +44,9 @@ def find_curves(
 
 
 def measure_curves(tensors: Tensors, knowledge: Knowledge, bits: float, progress: bool) -> dict[str, Curve]:
-    trial = None
-    if knowledge.model is not None and knowledge.held_out is not None:
-        trial = SingleWeightTrial(knowledge.model, knowledge.held_out)
+    refined = knowledge.model is not None and knowledge.held_out is not None and _fits(tensors, knowledge)
     curves: dict[str, Curve] = {}
-    codes: dict[str, list[Encoded]] = {}
+    candidates: dict[str, Candidate] = {}
     with Progress("planning", tensors.numel, progress) as bar:
         for names, moments in knowledge.original_moments(tensors):
             for name in names:
@@ -49,34 +54,44 @@ def measure_curves(tensors: Tensors, knowledge: Knowledge, bits: float, progress
                 weight = knowledge.weight(tensors, name, moments.get(name))
                 with while_compressing(name):
                     method = choose_method(weight, knowledge.planner, bits)
-                    curves[name], at_steps = curve_of(weight, method, bits)
-                if trial is not None and name in knowledge.sensitivity:
-                    codes[name] = at_steps
+                    curves[name] = curve_of(weight, method, bits)
+                if refined and name in knowledge.sensitivity:
+                    candidates[name] = weight, method
                 bar.advance(name, weight.numel)
     curves = fill_unknown(curves, knowledge.sensitivity)
-    if trial is None:
+    if not refined:
         return curves
-    return _refine(trial, curves, codes, bits * tensors.numel / 8, knowledge.sensitivity, progress)
+    assert knowledge.model is not None
+    assert knowledge.held_out is not None
+    trial = SingleWeightTrial(knowledge.model, knowledge.held_out)
+    return _refine(trial, curves, candidates, bits * tensors.numel / 8, knowledge.sensitivity, progress)
+
+
+def _fits(tensors: Tensors, knowledge: Knowledge) -> bool:
+    """Whether the values and feedback factors of all weights fit into memory."""
+    shapes = [tensors.source.entries[name].shape for name in knowledge.layer_of]
+    return 4 * sum(math.prod(shape) + math.prod(shape[1:]) ** 2 for shape in shapes) <= KEPT_BYTES
 
 
 def _refine(
     trial: SingleWeightTrial,
     curves: dict[str, Curve],
-    codes: Mapping[str, list[Encoded]],
+    candidates: Mapping[str, Candidate],
     budget: float,
     known: Mapping[str, float],
     progress: bool,
 ) -> dict[str, Curve]:
     """Curves corrected by what each weight alone does at the step planned for it, and planned again."""
     measured: dict[tuple[str, int], float] = {}
-    with Progress("refining", REFINEMENTS * len(codes), progress) as bar:
+    with Progress("refining", REFINEMENTS * len(candidates), progress) as bar:
         for _ in range(REFINEMENTS):
             steps = allocate(curves, budget)
-            for name, at_steps in codes.items():
+            for name, (weight, method) in candidates.items():
                 bar.show(name)
                 place = curves[name].nearest(steps[name])
                 if (name, place) not in measured:
-                    measured[name, place] = trial.divergence(name, at_steps[place])
+                    encoded = encode_with_step(weight, method, curves[name].steps[place]).encoded
+                    measured[name, place] = trial.divergence(name, encoded)
                 curves[name] = correct_curve(curves[name], place, measured[name, place])
                 bar.advance(name, 1)
             curves = fill_unknown(curves, known)

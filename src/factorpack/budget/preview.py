@@ -212,7 +212,7 @@ def _share_out(tensors: Tensors, planner: Planner, max_bytes: int) -> dict[str, 
         excerpt = excerpt_of(tensors.source.weight(name), Scalar())
         with while_compressing(name):
             method = choose_method(excerpt.weight, planner, bits)
-            curve, _ = curve_of(excerpt.weight, method, bits)
+            curve = curve_of(excerpt.weight, method, bits)
         grown = [round(excerpt.growth * size) for size in curve.bytes]
         whole = replace(curve, bytes=grown, numel=tensors.source.entries[name].numel)
         return whole, excerpt.whole_seconds(time.perf_counter() - started)

@@ -182,7 +182,7 @@ def measure_curve(tensor: StoredTensor, bits: float, planner: Planner, file: Pat
     """A worker's task: bytes and loss of a weight at rising steps."""
     with unchanged(tensor) as source, while_compressing(tensor.name):
         weight = source.weight(tensor.name)
-        curve, _ = curve_of(weight, choose_method(weight, planner, bits), bits)
+        curve = curve_of(weight, choose_method(weight, planner, bits), bits)
     save_curves(file, {tensor.name: curve}, tensor.name)
 
 

@@ -16,6 +16,8 @@ from factorpack.solve.code_length import CodeLengths
 from factorpack.solve.trellis_search import TrellisLengths
 
 BLOCK = 128
+NARROW = 8
+"""Columns that are rounded one after the other without a product between them."""
 
 
 class ColumnRounding(Protocol):
@@ -80,7 +82,7 @@ def round_with_feedback(
         code, residues = _round_block(block, factor, start, step, rounding)
         codes[:, :, start:stop] = code
         error += residues.square().sum(-1)
-        left[:, :, stop:] -= residues @ factor[:, start:stop, stop:]
+        left[:, :, stop:] -= _product(residues, factor[:, start:stop, stop:])
     return codes, error
 
 
@@ -97,12 +99,34 @@ def _round_block(
 
         return round_block_of_paths(block, factor, start, step, rounding)
     stop = start + block.shape[2]
-    local = factor[:, start:stop, start:stop]
-    codes, residues = torch.empty_like(block), torch.empty_like(block)
-    for index in range(stop - start):
-        column = block[:, :, index]
-        code = rounding(start + index, column / step)
+    return _round_columns(block, factor[:, start:stop, start:stop], start, step, rounding)
+
+
+def _round_columns(
+    block: Tensor, local: Tensor, first: int, step: Tensor, rounding: ColumnRounding
+) -> tuple[Tensor, Tensor]:
+    """The same on any device: the left half, its feedback into the right half as one product, the right half."""
+    width = block.shape[2]
+    if width > NARROW:
+        half = width // 2
+        left = _round_columns(block[:, :, :half], local[:, :half, :half], first, step, rounding)
+        rest = block[:, :, half:] - _product(left[1], local[:, :half, half:])
+        right = _round_columns(rest, local[:, half:, half:], first + half, step, rounding)
+        return torch.cat([left[0], right[0]], 2), torch.cat([left[1], right[1]], 2)
+    columns = list(block.unbind(2))
+    codes, residues = [], []
+    for index, column in enumerate(columns):
+        code = rounding(first + index, column / step)
         residue = (column - code * step) / local[:, index, index, None]
-        codes[:, :, index], residues[:, :, index] = code, residue
-        block[:, :, index + 1 :] -= residue[:, :, None] * local[:, None, index, index + 1 :]
-    return codes, residues
+        codes.append(code)
+        residues.append(residue)
+        for later in range(index + 1, width):
+            columns[later] = columns[later] - residue * local[:, index, later, None]
+    return torch.stack(codes, 2), torch.stack(residues, 2)
+
+
+def _product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """(batch, rows, n) times (batch or 1, n, m); one matrix for all is one large product."""
+    if len(matrix) == len(rows):
+        return rows @ matrix
+    return (rows.flatten(0, 1) @ matrix[0]).reshape(*rows.shape[:2], -1)

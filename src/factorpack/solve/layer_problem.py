@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from factorpack.solve.trellis_search import FINE_STEP, TrellisLengths, fit_trell
 
 CODEBOOK_BITS = 8
 DAMPING = 0.03
+FEWEST_ROWS = 64
+"""A sample of rows has at least as many, where there are as many."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +32,7 @@ class Basis:
         return from_codes(self.codes, self.scale)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LayerProblem:
     """A layer to be rounded at any step size: its best real-valued latent, and the cost of errors in it."""
 
@@ -39,11 +42,34 @@ class LayerProblem:
     """U of feedback.py, (groups, K, K); None without input moments."""
     basis: Basis | None
 
+    @cached_property
+    def rms(self) -> float:
+        return float(self.latent.square().mean().sqrt())
+
+    @cached_property
+    def largest(self) -> float:
+        """The largest magnitude of the latent."""
+        return float(self.latent.abs().max())
+
+    @cached_property
+    def mean_importance(self) -> float:
+        return float(self.importance().mean())
+
     def importance(self) -> Tensor:
         """The output error per squared error in each column, after feedback: (groups, K)."""
         if self.factor is None:
             return self.latent.new_ones(len(self.latent), self.latent.shape[2])
         return self.factor.diagonal(dim1=1, dim2=2).pow(-2)
+
+    def some_rows(self, values: int) -> LayerProblem:
+        """The same with about `values` values: rows from the quietest to the loudest, evenly spaced by rank."""
+        groups, rows, size = self.latent.shape
+        most = max(values // (groups * size), FEWEST_ROWS)
+        if rows <= most:
+            return self
+        ranks = torch.linspace(0, rows - 1, most, device=self.latent.device).round().long()
+        picked = self.latent.square().sum(2).argsort(1)[:, ranks].sort(1).values
+        return replace(self, latent=self.latent.gather(1, picked[:, :, None].expand(-1, -1, size)))
 
     def round(self, steps: Tensor, price: float = HIGH_RATE, trellis: int = 0) -> tuple[Tensor, Tensor]:
         """Codes (steps, groups, rows, K) for several step sizes, (steps,), and the output error of each, (steps,).
@@ -69,7 +95,7 @@ class LayerProblem:
             return codes.reshape(count, groups, rows, size), error
         codes, left = round_with_feedback(
             latent,
-            self.factor.repeat(count, 1, 1),
+            self.factor if groups == 1 else self.factor.repeat(count, 1, 1),
             steps.repeat_interleave(groups)[:, None],
             lengths if isinstance(lengths, TrellisLengths) else lengths.by_group(groups),
         )
