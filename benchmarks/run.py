@@ -29,6 +29,7 @@ STUDIES = {
     "budget": "benchmarks.studies.budget",
     "ablation": "benchmarks.studies.budget",
     "cost": "benchmarks.studies.cost",
+    "timing": "benchmarks.studies.timing",
     "kept": "benchmarks.studies.kept",
     "codes": "benchmarks.studies.codes",
     "permute": "benchmarks.studies.permute",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,14 @@ from torch import Tensor
 
 import factorpack as fp
 from benchmarks.formatting import format_source, format_table, load_result
+from benchmarks.llamas import Shape, write_sharded
 from benchmarks.measure import peak_bytes, reset_peak
 from factorpack.decoding import decode
 from factorpack.engine import Local, Outcome, Task
-from factorpack.format.container import write_plain
 from factorpack.methods import METHODS, from_fields
 from factorpack.planning.rules import Rules
 from factorpack.source import open_source
 
-SHARD_ELEMENTS = 500_000_000
-"""About a gigabyte of BF16 per shard."""
 CHECKED = 3
 """Tensors that are coded again in this process, to check that the file holds the same."""
 
@@ -40,7 +38,7 @@ def run(
     ratio: float | None = None,
 ) -> dict[str, Any]:
     """With a method, or to a budget from the weights alone."""
-    shapes = _llama(hidden, intermediate, layers, vocabulary)
+    shapes = Shape(hidden, intermediate, layers, 1, 1, vocabulary).tensors()
     checkpoint_bytes = sum(2 * torch.Size(shape).numel() for shape in shapes.values())
     with tempfile.TemporaryDirectory(prefix="factorpack-scale-") as folder:
         free = shutil.disk_usage(folder).free
@@ -49,7 +47,7 @@ def run(
                 f"{free / 1e9:.0f} GB are free in {folder}, {3 * checkpoint_bytes / 1e9:.0f} GB are needed"
             )
         source, packed = Path(folder) / "model", Path(folder) / "packed.safetensors"
-        _write(source, shapes)
+        write_sharded(source, shapes, partial(_weight, generator=torch.Generator().manual_seed(0)))
         chosen = from_fields(METHODS, method) if method is not None else None
         engine = Recording(Local(workers))
         before = reset_peak()
@@ -92,40 +90,6 @@ class Recording:
             self.outcomes.append(outcome)
             yield outcome
         self.ended = time.perf_counter()
-
-
-def _llama(hidden: int, intermediate: int, layers: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a decoder with gated layers, the head not tied."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
-    for layer in range(layers):
-        at = f"model.layers.{layer}"
-        shapes |= {f"{at}.self_attn.{name}_proj.weight": (hidden, hidden) for name in "qkvo"}
-        shapes |= {f"{at}.mlp.{name}_proj.weight": (intermediate, hidden) for name in ("gate", "up")}
-        shapes[f"{at}.mlp.down_proj.weight"] = (hidden, intermediate)
-        shapes |= {f"{at}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
-    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
-
-
-def _write(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """A sharded checkpoint, made and written one tensor at a time."""
-    folder.mkdir()
-    shards: list[list[str]] = [[]]
-    held = 0
-    for name, shape in shapes.items():
-        count = torch.Size(shape).numel()
-        if shards[-1] and held + count > SHARD_ELEMENTS:
-            shards.append([])
-            held = 0
-        shards[-1].append(name)
-        held += count
-    generator = torch.Generator().manual_seed(0)
-    where = {}
-    for number, names in enumerate(shards, 1):
-        shard = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        where |= dict.fromkeys(names, shard)
-        tensors = {name: (torch.bfloat16, shapes[name]) for name in names}
-        write_plain(folder / shard, tensors, (_weight(shapes[name], generator) for name in names))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
 
 
 def _weight(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
