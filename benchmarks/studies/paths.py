@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.data import imagenet_train, normalized, pretrained, shuffled
 from benchmarks.formatting import MODELS, format_source, format_table, load_result
-from factorpack.budget.candidates import choose_method, encode_with_step, middle_step
+from factorpack.budget.candidates import choose_method, encode_with_step, measure_steps, middle_step
 from factorpack.budget.planner import Planner
 from factorpack.calibrate import calibrate
 from factorpack.format import entropy, trellis_stream
@@ -56,7 +56,7 @@ def _row(weight: Tensor, moments: LayerMoments, rate: float, states: list[int]) 
     middle = middle_step(known, method, rate)
     curve = [encode_with_step(known, method, middle * 2.0**octave) for octave in OCTAVES]
     errors, sizes = (
-        [log2(coded.loss) for coded in curve],
+        [log2(_loss(known, method, coded.step)) for coded in curve],
         [log2(coded_bytes(coded.encoded)) for coded in curve],
     )
     plain, seconds = _timed(known, method, middle)
@@ -78,10 +78,16 @@ def _row(weight: Tensor, moments: LayerMoments, rate: float, states: list[int]) 
     return row
 
 
+def _loss(weight: Weight, method: SecondOrder, step: float) -> float:
+    ((_, loss),) = measure_steps(weight, method, [step])
+    return loss
+
+
 def _timed(weight: Weight, method: SecondOrder, step: float) -> tuple[tuple[Encoded, float], float]:
     started = time.process_time()
-    coded = encode_with_step(weight, method, step)
-    return (coded.encoded, coded.loss), round(time.process_time() - started, 2)
+    encoded = encode_with_step(weight, method, step).encoded
+    seconds = round(time.process_time() - started, 2)
+    return (encoded, _loss(weight, method, step)), seconds
 
 
 def _decode_ns(encoded: Encoded) -> float:

@@ -56,8 +56,11 @@ def planner(basis: bool = True, trellis: int = 0) -> Planner:
 
 
 def encode_steps(weight: Weight, method: SecondOrder, steps: list[float]) -> list[tuple[Encoded, float]]:
-    found = [encode_with_step(weight, method, step) for step in steps]
-    return [(coded.encoded, coded.loss) for coded in found]
+    coded = [encode_with_step(weight, method, step).encoded for step in steps]
+    return [
+        (encoded, loss)
+        for encoded, (_, loss) in zip(coded, measure_steps(weight, method, steps), strict=True)
+    ]
 
 
 def matrix(rows: int = 64, size: int = 48, sensitivity: float | None = None) -> Weight:
@@ -116,9 +119,10 @@ def test_plans_are_made_on_all_rows_of_a_small_weight_and_some_of_a_large_one(
     monkeypatch: pytest.MonkeyPatch, sensitivity: float | None
 ) -> None:
     weight, steps = matrix(rows=900, sensitivity=sensitivity), [0.2, 1.0]
-    coded = [encode_with_step(weight, PLAIN, step) for step in steps]
-    whole = np.array([(each.bytes, each.loss) for each in coded])
-    assert np.array(measure_steps(weight, PLAIN, steps)) == pytest.approx(whole, rel=1e-3)
+    whole = np.array(measure_steps(weight, PLAIN, steps))
+    assert list(whole[:, 0]) == pytest.approx(
+        [encode_with_step(weight, PLAIN, step).bytes for step in steps], rel=1e-3
+    )
     monkeypatch.setattr(candidates, "PLANNED_VALUES", 48 * 100)
     some = np.array(measure_steps(weight, PLAIN, steps))
     assert some == pytest.approx(whole, rel=0.03)

@@ -10,8 +10,9 @@ import torch
 from factorpack.budget.curves import Curve
 from factorpack.budget.planner import Planner
 from factorpack.budget.step_search import StepSearch
+from factorpack.format.streams import split_of, states_of
 from factorpack.methods import SecondOrder
-from factorpack.methods.second_order import as_encoded, stored_step
+from factorpack.methods.second_order import stored_step
 from factorpack.quantize.trellis import SHORTEST
 from factorpack.record import Encoded
 from factorpack.solve.code_size import estimate_bytes
@@ -38,23 +39,33 @@ class Coded:
     """As the search for it knows it: the method's own is never finer than 16-bit codes allow."""
     bytes: int
     """Estimated, in the file."""
-    loss: float
-    """Nats by the sensitivity; without one, the relative squared error of the weight."""
 
 
 def encode_with_step(weight: Weight, method: SecondOrder, step: float) -> Coded:
     """The weight at a step, or at the finest that 16-bit codes allow."""
-    problem = method.problem(weight)
     method = replace(method, step=max(step, _finest_step(weight, method)))
-    stored = stored_step(method.step or 1.0, method.trellis, problem.latent.device)
-    codes, errors = problem.round(stored.float().reshape(1), method.price, method.trellis)
-    size = _bytes_of(codes, problem.basis, method.trellis, codes.shape[2]).item()
-    encoded = as_encoded(codes[0], stored, problem.basis, weight, method.trellis)
-    return Coded(encoded, method, step, int(size), float(errors) * _loss_per_error(weight, method))
+    encoded = method.encode(weight)
+    return Coded(encoded, method, step, estimated_bytes(encoded))
+
+
+def estimated_bytes(encoded: Encoded) -> int:
+    """About a weight's bytes in the file, without its row in the schema: see solve/code_size.py."""
+    total = 0.0
+    for name, part in encoded.parts.items():
+        if name not in encoded.bits:
+            total += part.numel() * part.dtype.itemsize
+            continue
+        split = split_of(encoded, name)
+        matrix = part.T.reshape(split, -1) if split else part
+        total += estimate_bytes(matrix[None].float(), states_of(encoded, name)).item()
+    return int(total)
 
 
 def measure_steps(weight: Weight, method: SecondOrder, steps: list[float]) -> list[tuple[float, float]]:
-    """Bytes and loss of the weight at several steps, from some of its rows, as many at once as memory allows."""
+    """Bytes and loss of the weight at several steps, from some of its rows, as many at once as memory allows.
+
+    The loss is in nats, by the sensitivity; without one it is the relative squared error of the weight.
+    """
     problem, finest = method.problem(weight), _finest_step(weight, method)
     some = problem.some_rows(PLANNED_VALUES)
     rows = problem.latent.shape[1]
