@@ -45,7 +45,7 @@ def test_paths_through_a_trellis_are_estimated_by_their_indices(size: float, sta
     values = uneven(160, 300, size)[None]
     levels = fit_trellis(values, 0.1, states).round_all(values)
     (estimate,) = estimate_bytes(levels, states).tolist()
-    assert estimate == pytest.approx(stream_bytes(levels[0], states), rel=0.04, abs=24)
+    assert estimate == pytest.approx(stream_bytes(levels[0], states), rel=0.05, abs=40)
 
 
 @pytest.mark.parametrize("rows", [40, 128, 300])

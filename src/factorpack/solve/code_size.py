@@ -1,8 +1,8 @@
 """About how many bytes codes will take once entropy coded, counted where the codes are.
 
-The coder, format/entropy.py, moves rows and columns between classes until the stream is shortest. Here the
-class of a row or column is its mean magnitude on a scale of half octaves, and a model costs what its counts
-say: large weights come out within half a percent of their stream, and no code leaves its device.
+As in the coder, format/classes.py, the class of an entry is its row's plus its column's: mean magnitudes on a
+scale of octaves at first, then the classes that code rows and columns shortest. A model costs what its
+counts say. Large weights come out within a percent of their stream, and no code leaves its device.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from torch import Tensor
 from factorpack.quantize.trellis import machine, segment_rows
 
 SAMPLED = 1 << 22
-"""Codes that are counted: of more, evenly spaced columns."""
+"""Codes that are counted: of more, evenly spaced columns, and rows where there are very many."""
+MOST_ROWS = 8192
+MANY_CODES = 1 << 20
+"""With at least as many codes, classes of half the width and more rounds pay."""
 MOST_CLASSES = 32
-HALF_OCTAVES = 2.0
 FAINTEST = 2.0**-5
 """Mean magnitudes far below this are one class."""
+FEW_SYMBOLS = 24
+"""Symbols that classes distinguish."""
 EXACT = 32
 """Magnitudes counted one by one; larger ones share bins, eight to an octave."""
 BINS_PER_OCTAVE = 8
@@ -32,15 +36,20 @@ def estimate_bytes(codes: Tensor, states: int = 0, rows: int = 0) -> Tensor:
     With `states` the codes are paths through a trellis. `rows` is given where the codes are a sample of that
     many rows.
     """
-    columns = spread_evenly(codes.shape[2], SAMPLED // codes.shape[1], codes.device)
-    share = codes.shape[2] / len(columns) * max(rows, codes.shape[1]) / codes.shape[1]
+    all_codes = max(rows, codes.shape[1]) * codes.shape[2]
+    columns = spread_evenly(codes.shape[2], SAMPLED // min(codes.shape[1], MOST_ROWS), codes.device)
     codes = codes if len(columns) == codes.shape[2] else codes[:, :, columns]
     quantizers = path_quantizers(codes, states) if states else None
     if quantizers is not None:  # index k of quantizer q is the level 2k - q sign(k)
         codes = ((codes.abs() + quantizers) / 2).floor_() * codes.sign()
-    magnitude = codes.abs()
-    row_class, column_class = _classes(magnitude.mean(2)), _classes(magnitude.mean(1))
-    symbols, bits_beyond = _symbols(codes, magnitude)
+    if codes.shape[1] > MOST_ROWS:
+        some = spread_evenly(codes.shape[1], MOST_ROWS, codes.device)
+        codes, quantizers = codes[:, some], None if quantizers is None else quantizers[:, some]
+    share = all_codes / codes[0].numel()
+    symbols, bits_beyond = _symbols(codes, magnitude := codes.abs())
+    per_octave, rounds = (4.0, 4) if all_codes >= MANY_CODES else (2.0, 2)
+    start = _classes(magnitude.mean(2), per_octave), _classes(magnitude.mean(1), per_octave)
+    row_class, column_class = _refined(_binned(symbols), *start, rounds)
     models = row_class[:, :, None] + column_class[:, None, :]
     counts = _count(models if quantizers is None else 2 * models + quantizers, symbols)
     classes = _class_bits(row_class) + _class_bits(column_class)
@@ -57,10 +66,53 @@ def spread_evenly(count: int, most: int, device: torch.device) -> Tensor:
     return ((golden % 1.0) * count).long()
 
 
-def _classes(means: Tensor) -> Tensor:
+def _classes(means: Tensor, per_octave: float) -> Tensor:
     """Classes, from 0 up, of (batch, n) mean magnitudes."""
-    scale = HALF_OCTAVES * torch.log2(means + FAINTEST)
+    scale = per_octave * torch.log2(means + FAINTEST)
     return (scale - scale.amin(1, keepdim=True)).round_().clamp_(0, MOST_CLASSES - 1).to(torch.int32)
+
+
+def _binned(symbols: Tensor) -> Tensor:
+    """Symbols as classes see them: large ones fall into four bins per octave."""
+    if int(symbols.max()) <= FEW_SYMBOLS:
+        return symbols
+    octaves = torch.log2(symbols.clamp_min(FEW_SYMBOLS) / FEW_SYMBOLS)
+    return torch.where(symbols <= FEW_SYMBOLS, symbols, FEW_SYMBOLS + (4 * octaves).to(torch.int32))
+
+
+def _refined(bins: Tensor, row_class: Tensor, column_class: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
+    """Columns, then rows, take the class that codes them shortest, a few times."""
+    size = int(bins.max()) + 1
+    for _ in range(rounds):
+        column_class = _reassigned(bins.transpose(1, 2), column_class, row_class, size)
+        row_class = _reassigned(bins, row_class, column_class, size)
+    return row_class, column_class
+
+
+def _reassigned(bins: Tensor, own: Tensor, other: Tensor, size: int) -> Tensor:
+    """The class of each row of (batch, u, v) that codes it shortest, its own cost included."""
+    batch, rows, _ = bins.shape
+    classes, others = int(own.max()) + 1, int(other.max()) + 1
+    cells = other[:, None, :] * size + bins
+    cells += torch.arange(batch * rows, device=bins.device).reshape(batch, rows, 1) * (others * size)
+    counted = torch.bincount(cells.flatten(), minlength=batch * rows * others * size)
+    counts = counted.reshape(batch, rows, others * size).float()  # of each row, by class of columns and bin
+    member = torch.nn.functional.one_hot(own.long(), classes).float()
+    by_class = (member.transpose(1, 2) @ counts).reshape(batch, classes * others, size)
+    place = torch.arange(classes, device=bins.device)[:, None] + torch.arange(others, device=bins.device)
+    model = by_class.new_zeros(batch, classes + others - 1, size).index_add_(1, place.flatten(), by_class)
+    lengths = _code_lengths(model)[:, place].flatten(2)  # (batch, classes, others * size)
+    share = member.sum(1) + 0.5
+    price = (share.sum(1, keepdim=True) / share).log2()
+    return (counts @ lengths.transpose(1, 2) + price[:, None]).argmin(2).to(torch.int32)
+
+
+def _code_lengths(counts: Tensor) -> Tensor:
+    """Bits per bin in each model, (batch, models, bins); neighbours and the total smooth what saw few codes."""
+    smooth = counts + 0.02 * (counts.sum(1, keepdim=True) + 0.5) / (counts.sum((1, 2), keepdim=True) + 1)
+    smooth[:, 1:] += 0.02 * counts[:, :-1]
+    smooth[:, :-1] += 0.02 * counts[:, 1:]
+    return torch.log2(smooth.sum(2, keepdim=True) / smooth)
 
 
 def _symbols(codes: Tensor, magnitude: Tensor) -> tuple[Tensor, Tensor | float]:
