@@ -493,12 +493,12 @@ def test_moments_are_of_what_a_layer_saw_and_not_of_what_became_of_it() -> None:
 
 def test_many_positions_are_drawn_from_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough of all batches together, and never fewer than sixteen an input of the layer."""
-    monkeypatch.setitem(Calibration._rows_per_batch.__globals__, "ENOUGH_ROWS", 100)
+    monkeypatch.setitem(Calibration.rows_per_batch.__globals__, "ENOUGH_ROWS", 100)
     net = Net().eval()
     calibration = calibrate(net, IMAGES.split(2))
-    assert calibration._rows_per_batch(net, "stem") == 16 * 27 / 4
-    monkeypatch.setitem(Calibration._rows_per_batch.__globals__, "ENOUGH_ROWS", 1000)
-    assert calibration._rows_per_batch(net, "stem") == 1000 / 4
+    assert calibration.rows_per_batch(net, "stem") == 16 * 27 / 4
+    monkeypatch.setitem(Calibration.rows_per_batch.__globals__, "ENOUGH_ROWS", 1000)
+    assert calibration.rows_per_batch(net, "stem") == 1000 / 4
 
 
 @pytest.mark.parametrize("names", [["used", "unused"], ["unused"]], ids=str)

@@ -12,14 +12,11 @@ from factorpack.budget.candidates import choose_method, curve_of
 from factorpack.budget.curves import Curve, allocate, fill_unknown, load_curves, save_curves
 from factorpack.budget.knowledge import Knowledge
 from factorpack.budget.tensors import Tensors
-from factorpack.budget.trial import SingleWeightTrial, correct_curve
+from factorpack.budget.trial import REFINEMENTS, SingleWeightTrial, correct_curve
 from factorpack.errors import while_compressing
 from factorpack.format.streams import raw_bytes
 from factorpack.progress import Progress
 from factorpack.record import Encoded
-
-REFINEMENTS = 2
-"""How often a plan is corrected by measurement: the second time at the steps of the first."""
 
 
 def find_curves(
