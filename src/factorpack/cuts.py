@@ -155,14 +155,13 @@ def _valid_cuts(model: nn.Module, sample: Any, seen: _Run, layers: Sequence[str]
     closed: list[str] = []
     trials = 0
     for name in _candidates(model):
-        inside = [layer for layer in layers if layer == name or layer.startswith(f"{name}.")]
-        matrices = [layer for layer in inside if _is_matrix(model, layer)]
+        matrices = [layer for layer in _layers_in(name, layers) if _is_matrix(model, layer)]
         if name not in calls or not matrices or any(name.startswith(f"{block}.") for block in closed):
             continue
         if trials == MOST_TRIALS:
             break
         trials += 1
-        cut = _try(model, sample, seen, calls[name], [call for call, _ in found], layers)
+        cut = _try(model, sample, seen, calls[name], layers)
         if cut is not None:
             found.append((calls[name], cut))
             if len(matrices) <= FEW_LAYERS:
@@ -174,30 +173,40 @@ def _candidates(model: nn.Module) -> list[str]:
     """Children of containers, the outermost first."""
     names = [
         f"{name}.{key}" if name else key
-        for name, module in model.named_modules()
-        if isinstance(module, _CONTAINERS)
-        for key, _ in module.named_children()
+        for name in _containers(model)
+        for key, _ in model.get_submodule(name).named_children()
     ]
     return sorted(names, key=lambda name: name.count("."))
 
 
-def _try(
-    model: nn.Module,
-    sample: Any,
-    seen: _Run,
-    call: _Call,
-    cuts: Sequence[_Call],
-    layers: Sequence[str],
-) -> Cut | None:
-    """A cut that skips all it can: every module that is done, those with weights, or the blocks before it."""
+def _containers(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, _CONTAINERS)]
+
+
+def _try(model: nn.Module, sample: Any, seen: _Run, call: _Call, layers: Sequence[str]) -> Cut | None:
+    """A cut that skips all it can: every module that is done, or those with weights, or blocks of its own list.
+
+    The last is for models in which all blocks use what a small layer made of the input.
+    """
     runs = Counter(each.name for each in seen.calls)
     done = [each.name for each in _finished_before(_top(seen), call, runs)]
-    heavy = [name for name in done if any(f"{layer}.".startswith(f"{name}.") for layer in layers)]
-    blocks = [each.name for each in cuts if each.end < call.start]
-    for skipped in dict.fromkeys((tuple(done), tuple(heavy), tuple(blocks))):
+    heavy = [name for name in done if _layers_in(name, layers)]
+    lists = [name for name in _containers(model) if call.name.startswith(f"{name}." if name else "")]
+    blocks = [name for name in heavy if any(name.startswith(f"{each}." if each else "") for each in lists)]
+    again = len(_layers_in_all(heavy, layers)) - len(_layers_in_all(blocks, layers))
+    worth_it = 0 < again < len(_layers_in_all(blocks, layers))
+    for skipped in dict.fromkeys((tuple(done), tuple(heavy), *([tuple(blocks)] if worth_it else []))):
         if _holds(model, sample, seen, call, skipped, layers):
             return Cut(call.name, skipped)
     return None
+
+
+def _layers_in(name: str, layers: Sequence[str]) -> list[str]:
+    return [layer for layer in layers if layer == name or layer.startswith(f"{name}.")]
+
+
+def _layers_in_all(names: Sequence[str], layers: Sequence[str]) -> list[str]:
+    return [layer for name in names for layer in _layers_in(name, layers)]
 
 
 def _top(seen: _Run) -> list[_Call]:
