@@ -574,6 +574,15 @@ def test_tensors_made_under_inference_mode(inside: bool) -> None:
         assert torch.equal(value, expected.state_dict()[name])
 
 
+def test_a_gpu_without_memory_left_says_what_to_lower() -> None:
+    class Large(nn.Linear):
+        def forward(self, _x: Tensor) -> Tensor:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(fp.SourceError, match=r"\(4, 3\)\} \(give smaller batches\): CUDA out of memory"):
+        calibrate(Large(3, 2), seeded(4, 3))
+
+
 def test_empty_batches_are_skipped() -> None:
     model, inputs = nn.Linear(3, 2), seeded(7, 3)
     empty = torch.zeros(0, 3)

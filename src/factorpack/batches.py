@@ -37,15 +37,16 @@ def hooked(
     after: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Iterator[None]:
     """Hooks on the inputs (`before`) and outputs (`after`) of some modules, removed after the block."""
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(each) for name, each in (before or {}).items()
-    ]
-    hooks += [model.get_submodule(name).register_forward_hook(each) for name, each in (after or {}).items()]
+    hooks = []
     try:
+        for name, hook in (before or {}).items():
+            hooks.append(model.get_submodule(name).register_forward_pre_hook(hook))
+        for name, hook in (after or {}).items():
+            hooks.append(model.get_submodule(name).register_forward_hook(hook))
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in hooks:
+            handle.remove()
 
 
 def run(model: nn.Module, batch: Any) -> Any:
@@ -58,7 +59,10 @@ def run(model: nn.Module, batch: Any) -> Any:
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         values = batch if isinstance(batch, Mapping) else {"inputs": batch}
         shapes = {key: tuple(value.shape) for key, value in values.items()}
-        raise SourceError(f"the model fails on a calibration batch of shape {shapes}: {error}") from error
+        advice = " (give smaller batches)" if isinstance(error, torch.cuda.OutOfMemoryError) else ""
+        raise SourceError(
+            f"the model fails on a calibration batch of shape {shapes}{advice}: {error}"
+        ) from error
 
 
 def forward(model: nn.Module, batch: Any) -> Any:
