@@ -86,8 +86,11 @@ def test_moments_along_the_way_are_those_of_whole_passes(
 
 
 @pytest.mark.parametrize("case", MODELS)
-@pytest.mark.parametrize("size", [1, 3, 100])
-def test_moments_of_one_network_are_collected_in_passing(case: str, size: int) -> None:
+@pytest.mark.parametrize(("size", "limit"), [(1, 1 << 40), (3, 1 << 40), (100, 1 << 40), (3, 0)])
+def test_moments_of_one_network_are_collected_in_passing(
+    case: str, size: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(walk_module, "free_bytes", lambda: limit)
     model, calibration, layers = made(case)
     walk = Walk(calibration, model, None, layers)
     for start in range(0, len(layers), size):
