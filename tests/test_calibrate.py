@@ -493,12 +493,12 @@ def test_moments_are_of_what_a_layer_saw_and_not_of_what_became_of_it() -> None:
 
 def test_many_positions_are_drawn_from_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough of all batches together, and never fewer than sixteen an input of the layer."""
-    monkeypatch.setitem(Calibration._rows_per_batch.__globals__, "ENOUGH_ROWS", 100)
+    monkeypatch.setitem(Calibration.rows_per_batch.__globals__, "ENOUGH_ROWS", 100)
     net = Net().eval()
     calibration = calibrate(net, IMAGES.split(2))
-    assert calibration._rows_per_batch(net, "stem") == 16 * 27 / 4
-    monkeypatch.setitem(Calibration._rows_per_batch.__globals__, "ENOUGH_ROWS", 1000)
-    assert calibration._rows_per_batch(net, "stem") == 1000 / 4
+    assert calibration.rows_per_batch(net, "stem") == 16 * 27 / 4
+    monkeypatch.setitem(Calibration.rows_per_batch.__globals__, "ENOUGH_ROWS", 1000)
+    assert calibration.rows_per_batch(net, "stem") == 1000 / 4
 
 
 @pytest.mark.parametrize("names", [["used", "unused"], ["unused"]], ids=str)
@@ -524,6 +524,72 @@ def test_inputs_that_are_no_numbers_have_no_moments() -> None:
     images[0, 0, 0, 0] = math.nan
     with pytest.raises(fp.SourceError, match="layer 'stem' has NaN or infinity in its input or output"):
         calibrate(net, images).moments(["stem"], net)
+
+
+class Overflowing(nn.Module):
+    """Its third block divides by zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+        nn.init.constant_(self.blocks[2].weight, math.inf)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("names", [["blocks.4"], ["blocks.5", "blocks.3"]], ids=str)
+def test_the_first_layer_with_nan_is_named(names: list[str]) -> None:
+    """And not the one whose moments were requested."""
+    model = Overflowing().eval()
+    with pytest.raises(fp.SourceError, match=r"layer 'blocks\.2' has NaN or infinity"):
+        calibrate(model, seeded(8, 8)).moments(names, model)
+
+
+def test_a_budget_names_the_first_layer_with_nan() -> None:
+    class Damaged(Overflowing):
+        def forward(self, x: Tensor) -> Tensor:
+            for index, block in enumerate(self.blocks):
+                x = block(x) if index != 2 else block(x * math.inf)
+            return x
+
+    model = Damaged()
+    nn.init.normal_(model.blocks[2].weight)
+    with pytest.raises(fp.SourceError, match=r"NaN or infinity .*'blocks\.2'"):
+        fp.compress(model, ratio=2, calibration=seeded(32, 8), progress=False)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["tensors only", "the whole call"])
+def test_tensors_made_under_inference_mode(inside: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 32)).eval()
+    with torch.inference_mode():
+        data = [(seeded(20, 16) * 1, torch.zeros(20)), {"input": seeded(20, 16, seed=1) * 1}]
+    assert data[0][0].is_inference()  # type: ignore[index]
+    plain = [seeded(20, 16), {"input": seeded(20, 16, seed=1)}]
+    expected = fp.compress(model, ratio=4, calibration=plain, progress=False)
+    with torch.inference_mode(inside):
+        found = fp.compress(model, ratio=4, calibration=data, progress=False)
+    for name, value in found.state_dict().items():
+        assert torch.equal(value, expected.state_dict()[name])
+
+
+def test_a_gpu_without_memory_left_says_what_to_lower() -> None:
+    class Large(nn.Linear):
+        def forward(self, _x: Tensor) -> Tensor:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(fp.SourceError, match=r"\(4, 3\)\} \(give smaller batches\): CUDA out of memory"):
+        calibrate(Large(3, 2), seeded(4, 3))
+
+
+def test_empty_batches_are_skipped() -> None:
+    model, inputs = nn.Linear(3, 2), seeded(7, 3)
+    empty = torch.zeros(0, 3)
+    found = calibrate(model, [empty, inputs[:4], {"input": empty}, (empty, empty), inputs[4:], empty])
+    assert [len(batch) for batch in found.batches] == [4, 3]
+    with pytest.raises(fp.SourceError, match="the calibration data has no samples"):
+        calibrate(model, [empty, {"input": empty}])
 
 
 # -- inputs kept aside -------------------------------------------------------------------------------

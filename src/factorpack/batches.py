@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -12,6 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from factorpack.errors import SourceError
+
+
+class StopForward(Exception):
+    """Raised in a hook to end a forward pass once what was wanted is known."""
 
 
 @contextmanager
@@ -24,6 +28,41 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+@contextmanager
+def hooked(
+    model: nn.Module,
+    before: Mapping[str, Callable[..., Any]] | None = None,
+    after: Mapping[str, Callable[..., Any]] | None = None,
+) -> Iterator[None]:
+    """Hooks on the inputs (`before`) and outputs (`after`) of some modules, removed after the block."""
+    hooks = []
+    try:
+        for name, hook in (before or {}).items():
+            hooks.append(model.get_submodule(name).register_forward_pre_hook(hook))
+        for name, hook in (after or {}).items():
+            hooks.append(model.get_submodule(name).register_forward_hook(hook))
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
+def run(model: nn.Module, batch: Any) -> Any:
+    """A forward pass without gradients: the model's output, or None where a hook stopped it."""
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            return forward(model, batch)
+    except StopForward:
+        return None
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        values = batch if isinstance(batch, Mapping) else {"inputs": batch}
+        shapes = {key: tuple(value.shape) for key, value in values.items()}
+        advice = " (give smaller batches)" if isinstance(error, torch.cuda.OutOfMemoryError) else ""
+        raise SourceError(
+            f"the model fails on a calibration batch of shape {shapes}{advice}: {error}"
+        ) from error
 
 
 def forward(model: nn.Module, batch: Any) -> Any:
@@ -75,6 +114,13 @@ def inputs_of(batch: Any) -> Any:
         f"a calibration batch is a {type(batch).__name__}; expected a tensor, an (inputs, labels) pair, "
         "or a dictionary of tensors"
     )
+
+
+def slice_batch(inputs: Any, start: int, stop: int) -> Any:
+    """Some samples of a batch's inputs."""
+    if isinstance(inputs, Tensor):
+        return inputs[start:stop]
+    return {key: value[start:stop] for key, value in inputs.items()}
 
 
 def batch_size(batch: Any) -> int:

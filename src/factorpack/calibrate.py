@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from factorpack.batches import batch_size, evaluating, forward, inputs_of, mask_of
+from factorpack.batches import (
+    StopForward,
+    batch_size,
+    evaluating,
+    hooked,
+    inputs_of,
+    mask_of,
+    run,
+    slice_batch,
+)
+from factorpack.cuts import find_segments, has_weight
 from factorpack.errors import SourceError
 from factorpack.record import LayerMoments, LayerSample
+from factorpack.segments import Segments
 from factorpack.solve.moments import MomentAccumulator
 
 ENOUGH_ROWS = 1 << 17
 """Positions that suffice for the moments of a layer with few inputs."""
 
 
-class _ReachedLayer(Exception):
-    """Stops a forward pass once the layer's input is known."""
+_LOGGER = logging.getLogger(__name__)
 
 
 class Calibration:
@@ -35,10 +46,29 @@ class Calibration:
         self.batches = _take_samples(batches, samples)
         runs = _execution_order(model, self.batches[0])
         self.order = list(dict.fromkeys(runs))
-        self._repeated = {name for name, count in Counter(runs).items() if count > 1}
+        self.repeated = frozenset(name for name, count in Counter(runs).items() if count > 1)
+        self._segments: list[Segments] = []  # shared by all parts of a split
 
     def __len__(self) -> int:
         return sum(batch_size(batch) for batch in self.batches)
+
+    def segments(self, model: nn.Module) -> Segments:
+        """Where the model's forward pass can be cut; found once, from the first sample."""
+        if not self._segments:
+            with evaluating(model):
+                self._segments.append(find_segments(model, self.batches[0]))
+            if len(self._segments[0]) == 1 and len(self.order) > 1:
+                _LOGGER.info(
+                    "the model cannot be cut into blocks: its layers' inputs are recomputed from the start "
+                    "for each layer"
+                )
+        return self._segments[0]
+
+    def first(self, count: int) -> Calibration:
+        """The first `count` inputs, in their batches."""
+        part = copy.copy(self)
+        part.batches = _take_samples(self.batches, count)
+        return part
 
     def split(self, share: float) -> tuple[Calibration, Calibration]:
         """Splits off the last `share` of the inputs; each part has at least one."""
@@ -51,7 +81,9 @@ class Calibration:
         for batch in self.batches:
             size = batch_size(batch)
             cut = min(max(total - held - start, 0), size)
-            for part, piece in zip(parts, (_slice(batch, 0, cut), _slice(batch, cut, size)), strict=True):
+            for part, piece in zip(
+                parts, (slice_batch(batch, 0, cut), slice_batch(batch, cut, size)), strict=True
+            ):
                 if batch_size(piece):
                     part.append(piece)
             start += size
@@ -61,20 +93,24 @@ class Calibration:
 
     def sample(self, name: str, original: nn.Module, compressed: nn.Module) -> LayerSample:
         """Inputs of layer `name` in the compressed network, and its outputs in the original one."""
+        inputs = [input_of(compressed, name, batch) for batch in self.batches]
+        seen = inputs if compressed is original else [input_of(original, name, b) for b in self.batches]
+        return self.make_sample(name, original, inputs, seen)
+
+    def make_sample(
+        self, name: str, original: nn.Module, inputs: Sequence[Tensor], seen: Sequence[Tensor]
+    ) -> LayerSample:
+        """A layer's sample from its `inputs`, batch by batch, and those `seen` in the original network."""
         layer = original.get_submodule(name)
-        inputs, outputs = [], []
-        for batch in self.batches:
-            inputs.append(_first_input(compressed, name, batch))
-            seen = inputs[-1] if compressed is original else _first_input(original, name, batch)
-            with torch.no_grad():
-                outputs.append(layer(seen))
-        _check_finite(name, [*inputs, *outputs])
+        with torch.no_grad():
+            outputs = [layer(each) for each in seen]
+        self.check_finite(name, original, all_finite([*inputs, *outputs]))
 
         def apply(weight: Tensor, values: Tensor) -> Tensor:
             output: Tensor = torch.func.functional_call(layer, {"weight": weight}, (values,))
             return output
 
-        return LayerSample(torch.cat(inputs), torch.cat(outputs), apply)
+        return LayerSample(torch.cat(list(inputs)), torch.cat(outputs), apply)
 
     def moments(
         self, layers: Sequence[str], original: nn.Module, compressed: nn.Module | None = None
@@ -85,24 +121,51 @@ class Calibration:
         layer that runs several times counts each time.
         """
         gathered = {
-            name: MomentAccumulator(original.get_submodule(name), self._rows_per_batch(original, name))
+            name: MomentAccumulator(original.get_submodule(name), self.rows_per_batch(original, name))
             for name in layers
         }
-        stop_early = len(layers) == 1 and layers[0] not in self._repeated
+        stop_early = len(layers) == 1 and layers[0] not in self.repeated
         for batch in self.batches:
             originals = _layer_inputs(original, layers, batch, stop_early)
             seen = originals if compressed is None else _layer_inputs(compressed, layers, batch, stop_early)
             for name, running in gathered.items():
-                _check_finite(name, [*originals[name], *seen[name]])
+                self.check_finite(name, original, all_finite([*originals[name], *seen[name]]))
                 for mine, original_input in zip(seen[name], originals[name], strict=True):
                     running.add(mine, None if compressed is None else original_input)
         return {name: running.result() for name, running in gathered.items()}
 
-    def _rows_per_batch(self, model: nn.Module, name: str) -> int:
+    def rows_per_batch(self, model: nn.Module, name: str) -> int:
         """Positions to use per batch, so that all batches together cover a layer's K inputs well."""
         weight = model.get_submodule(name).weight
         assert isinstance(weight, Tensor)
         return math.ceil(max(ENOUGH_ROWS, 16 * weight[0].numel()) / len(self.batches))
+
+    def check_finite(self, name: str, model: nn.Module, finite: Tensor) -> None:
+        """Raises an error that names the first layer with NaN or infinity where `name` has some."""
+        if not bool(finite):
+            raise SourceError(
+                f"layer {self.first_not_finite(model) or name!r} has NaN or infinity in its input or output "
+                "on the calibration data"
+            )
+
+    def first_not_finite(self, model: nn.Module) -> str | None:
+        """The first layer with NaN or infinity in its input or output; None where they come from elsewhere."""
+        for batch in self.batches:
+            found: list[str] = []
+
+            def check(name: str, found: list[str] = found) -> Callable[..., None]:
+                def hook(_module: nn.Module, inputs: Any, output: Any) -> None:
+                    if not bool(all_finite([*inputs, output])):
+                        found.append(name)
+                        raise StopForward
+
+                return hook
+
+            with hooked(model, after={name: check(name) for name in self.order}):
+                run(model, batch)
+            if found:
+                return found[0]
+        return None
 
 
 def calibrate(model: nn.Module, batches: Iterable[Any], samples: int = 64) -> Calibration:
@@ -118,12 +181,6 @@ def calibrate(model: nn.Module, batches: Iterable[Any], samples: int = 64) -> Ca
         return Calibration(model, batches, samples)
 
 
-def _slice(inputs: Any, start: int, stop: int) -> Any:
-    if isinstance(inputs, Tensor):
-        return inputs[start:stop]
-    return {key: value[start:stop] for key, value in inputs.items()}
-
-
 def _take_samples(batches: Iterable[Any], samples: int) -> list[Any]:
     """The first `samples` inputs, in their batches."""
     taken: list[Any] = []
@@ -131,7 +188,7 @@ def _take_samples(batches: Iterable[Any], samples: int) -> list[Any]:
     for batch in [batches] if isinstance(batches, Tensor) else batches:
         inputs, size = inputs_of(batch), min(batch_size(batch), left)
         if size:
-            taken.append(_slice(inputs, 0, size))
+            taken.append(_usable(slice_batch(inputs, 0, size)))
         left -= size
         if left == 0:
             break
@@ -140,38 +197,42 @@ def _take_samples(batches: Iterable[Any], samples: int) -> list[Any]:
     return taken
 
 
+def _usable(inputs: Any) -> Any:
+    """Inputs that autograd accepts: those made under `torch.inference_mode()` are copied."""
+    with torch.inference_mode(False):
+        if isinstance(inputs, Tensor):
+            return inputs.clone() if inputs.is_inference() else inputs
+        return {key: _usable(value) for key, value in inputs.items()}
+
+
 def _execution_order(model: nn.Module, batch: Any) -> list[str]:
     """Names of the modules with a weight, in the order they run."""
     order: list[str] = []
-    hooks = [
-        module.register_forward_pre_hook(lambda _module, _args, name=name: order.append(name))
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "weight", None), Tensor)
-    ]
-    try:
-        _run(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda _module, _inputs: order.append(name)
+
+    layers = [name for name, module in model.named_modules() if has_weight(module)]
+    with hooked(model, {name: note(name) for name in layers}):
+        run(model, batch)
     return order
 
 
-def _first_input(model: nn.Module, name: str, batch: Any) -> Tensor:
-    """The first input of layer `name` when the model runs on a batch."""
+def input_of(
+    model: nn.Module, name: str, batch: Any, passing: Callable[[nn.Module, Any], Any] = run
+) -> Tensor:
+    """The first input of layer `name` when the model runs on a batch; `passing` runs it."""
     found: list[Tensor] = []
 
     def catch(_module: nn.Module, arguments: Sequence[Any]) -> None:
         found.append(arguments[0])
-        raise _ReachedLayer
+        raise StopForward
 
-    hook = model.get_submodule(name).register_forward_pre_hook(catch)
-    try:
-        _run(model, batch)
-    finally:
-        hook.remove()
+    with hooked(model, {name: catch}):
+        passing(model, batch)
     if not found or not isinstance(found[0], Tensor):
         raise SourceError(f"layer {name!r} does not run on the calibration data, so it cannot be calibrated")
-    return found[0]
+    return found[0].detach()
 
 
 def _layer_inputs(
@@ -181,25 +242,20 @@ def _layer_inputs(
 
     With `stop_early` the pass stops at the first of them: the rest of the network is not needed.
     """
+    if stop_early:
+        (name,) = names
+        return {name: [drop_padding(model.get_submodule(name), input_of(model, name, batch), batch)]}
     found: dict[str, list[Tensor]] = {name: [] for name in names}
-    mask = mask_of(batch)
 
-    def catch(name: str) -> Callable[[nn.Module, Sequence[Any]], None]:
+    def catch(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Sequence[Any]) -> None:
-            seen = _drop_padding(module, arguments[0].detach(), mask)
-            if stop_early:
-                found[name].append(seen)
-                raise _ReachedLayer
-            found[name].append(seen.clone())  # later modules may work in place
+            # A copy, since later modules may work in place.
+            found[name].append(drop_padding(module, arguments[0].detach(), batch).clone())
 
         return hook
 
-    hooks = [model.get_submodule(name).register_forward_pre_hook(catch(name)) for name in names]
-    try:
-        _run(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with hooked(model, {name: catch(name) for name in names}):
+        run(model, batch)
     idle = [name for name, inputs in found.items() if not inputs]
     if idle:
         raise SourceError(
@@ -208,27 +264,15 @@ def _layer_inputs(
     return found
 
 
-def _drop_padding(module: nn.Module, inputs: Tensor, mask: Tensor | None) -> Tensor:
-    """A linear layer's inputs without padding: (tokens, K)."""
+def drop_padding(module: nn.Module, inputs: Tensor, batch: Any) -> Tensor:
+    """A linear layer's inputs without a text batch's padding: (tokens, K)."""
+    mask = mask_of(batch)
     if mask is None or not isinstance(module, nn.Linear) or inputs.shape[:-1] != mask.shape:
         return inputs
     return inputs[mask.to(inputs.device)]
 
 
-def _run(model: nn.Module, batch: Any) -> None:
-    try:
-        with torch.no_grad():
-            forward(model, batch)
-    except _ReachedLayer:
-        pass
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        values = batch if isinstance(batch, Mapping) else {"inputs": batch}
-        shapes = {key: tuple(value.shape) for key, value in values.items()}
-        raise SourceError(f"the model fails on a calibration batch of shape {shapes}: {error}") from error
-
-
-def _check_finite(name: str, tensors: Sequence[Tensor]) -> None:
-    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
-        raise SourceError(
-            f"layer {name!r} has NaN or infinity in its input or output on the calibration data"
-        )
+def all_finite(values: Sequence[Any]) -> Tensor:
+    """Whether all tensors among some values are finite: a tensor, so that a GPU need not be waited for."""
+    flags = [value.isfinite().all() for value in values if isinstance(value, Tensor)]
+    return torch.stack(flags).all() if flags else torch.tensor(True)

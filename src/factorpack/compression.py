@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from factorpack.batches import evaluating
@@ -28,6 +29,7 @@ from factorpack.progress import Progress
 from factorpack.record import Encoded, LayerMoments, LayerSample, weight_of
 from factorpack.solve.moments import has_moments
 from factorpack.source import Checkpoint, Source, open_source
+from factorpack.walk import Walk
 
 
 def compress(
@@ -176,19 +178,21 @@ def _encode_calibrated(
             )
         compressed = copy.deepcopy(model) if sequential else model
         targets = dict(compressed.named_parameters())
+        walk = Walk(calibration, model, compressed if sequential else None, _with_moments(plan, running))
         order = [*running, *(name for name in plan if name not in set(running))]
         with Progress("compressing", _numel(source), progress) as bar:
             for name in order:
                 bar.show(name)
-                layer = name.removesuffix("weight").removesuffix(".")
+                layer = _layer_of(name)
                 sample = (
-                    _sample(calibration, layer, model, compressed, plan[name].method)
+                    _sample(walk, model.get_submodule(layer), layer, plan[name].method)
                     if wanted[name]
                     else None
                 )
                 encoded = _encode(name, source, plan[name], sample)
                 if sequential and name in targets:
-                    targets[name].data.copy_(decode(encoded))
+                    with torch.no_grad():
+                        targets[name].copy_(decode(encoded))
                 yield name, encoded
                 bar.advance(name, encoded.numel)
 
@@ -200,15 +204,21 @@ def _encode(
         return choice.encode(source.weight(name, inputs))
 
 
-def _sample(
-    calibration: Calibration, layer: str, model: nn.Module, compressed: nn.Module, method: Method
-) -> LayerSample | LayerMoments | None:
+def _with_moments(plan: Mapping[str, Choice], running: Sequence[str]) -> list[str]:
+    """Layers whose methods want the moments of their inputs."""
+    wanting = [name for name in running if plan[name].method.samples and plan[name].method.wants_moments]
+    return [_layer_of(name) for name in wanting]
+
+
+def _layer_of(weight: str) -> str:
+    return weight.removesuffix("weight").removesuffix(".")
+
+
+def _sample(walk: Walk, module: nn.Module, layer: str, method: Method) -> LayerSample | LayerMoments | None:
     """What a method wants to know about a layer; a layer whose inputs cannot be unfolded has no moments."""
     if not method.wants_moments:
-        return calibration.sample(layer, model, compressed)
-    if not has_moments(model.get_submodule(layer)):
-        return None
-    return calibration.moments([layer], model, None if compressed is model else compressed)[layer]
+        return walk.sample(layer)
+    return walk.moments(layer) if has_moments(module) else None
 
 
 def _numel(source: Source) -> int:

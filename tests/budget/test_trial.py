@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
 import factorpack as fp
+from factorpack.batches import hooked
 from factorpack.budget.curves import Curve
 from factorpack.budget.divergence import divergence_of
 from factorpack.budget.outputs import Predictions, predictions_of
-from factorpack.budget.trial import LARGEST_CORRECTION, SingleWeightTrial, correct_curve
+from factorpack.budget.trial import (
+    LARGEST_CORRECTION,
+    SingleWeightTrial,
+    _inputs_to_measure,
+    correct_curve,
+)
 from factorpack.calibrate import calibrate
 from factorpack.decoding import decode
 from factorpack.methods import Keep, Scalar
@@ -89,3 +97,69 @@ def test_a_plan_is_refined_where_there_are_inputs_to_keep_aside(inputs: int, dif
         for refine in (True, False)
     ]
     assert (steps[0] != steps[1]) == differ
+
+
+class Blocks(nn.Module):
+    """A chain of blocks; the first and the last layer share a weight, as embeddings and heads do."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.last.weight = self.first.weight
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(12, 12), nn.ReLU(inplace=True), nn.Linear(12, 12)) for _ in range(blocks)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("room", [1 << 30, 3000, 1])
+def test_a_trial_from_a_border_is_one_of_the_whole_model(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether all activations at borders are kept, some of them, or none."""
+    monkeypatch.setattr("factorpack.budget.trial.CPU_BORDER_BYTES", room)
+    torch.manual_seed(0)
+    model, batches = Blocks(3).eval(), [seeded(7, 12), seeded(5, 12, seed=1)]
+    held_out = calibrate(model, batches)
+    assert len(held_out.segments(model)) > 2
+    trial = SingleWeightTrial(model, held_out)
+    for name, value in model.state_dict().items():
+        if value.dim() == 2 and name != "last.weight":
+            rough = Scalar(2).encode(Weight(value))
+            changed = copy.deepcopy(model)
+            changed.state_dict()[name].copy_(decode(rough))
+            with torch.no_grad():
+                found = [
+                    divergence_of(*(predictions_of(net(b)) for net in (model, changed))) for b in batches
+                ]
+            expected = sum(total for total, _ in found) / sum(count for _, count in found)
+            assert trial.divergence(name, rough) == expected
+
+
+def test_a_trial_runs_from_its_weight_on() -> None:
+    model = Blocks(6).eval()
+    trial = SingleWeightTrial(model, calibrate(model, seeded(8, 12)))
+    ran: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: ran.append(name)
+
+    layers = [name for name, module in trial.model.named_modules() if isinstance(module, nn.Linear)]
+    with hooked(trial.model, after={name: note(name) for name in layers}):
+        trial.divergence("blocks.4.2.weight", Scalar(2).encode(Weight(model.blocks[4][2].weight.detach())))
+    assert [name for name in ran if name.startswith("blocks")] == [
+        "blocks.4.0",
+        "blocks.4.2",
+        "blocks.5.0",
+        "blocks.5.2",
+    ]
+
+
+@pytest.mark.parametrize(("blocks", "measured"), [(10, 32), (50, 20), (500, 4)])
+def test_many_weights_are_measured_on_fewer_inputs(blocks: int, measured: int) -> None:
+    """Two trials per weight, of half a pass each, within eight passes over eight times the held-out inputs."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2 * blocks))).eval()
+    assert _inputs_to_measure(model, calibrate(model, seeded(32, 4)), segments=10**6) == measured

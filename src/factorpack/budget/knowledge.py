@@ -16,6 +16,7 @@ from factorpack.budget.tensors import Tensors
 from factorpack.calibrate import Calibration
 from factorpack.record import LayerMoments, weight_of
 from factorpack.solve.moments import has_moments
+from factorpack.walk import Walk
 from factorpack.weight import Weight
 
 SENSITIVITY_SAMPLES = 256
@@ -51,31 +52,37 @@ class Knowledge:
         inputs = (self.row_costs.get(name) or moments) if self.planner.second_order else None
         return tensors.source.weight(name, inputs, self.sensitivity.get(name))
 
-    def moments(self, name: str, compressed: nn.Module | None) -> LayerMoments | None:
-        """Moments of one layer's inputs, in the network as compressed so far beside the original."""
-        layer = self.layer_of.get(name)
-        if layer is None or self.calibration is None or self.model is None:
+    def walk(self, compressed: nn.Module | None) -> Walk | None:
+        """A walk along the layers, in the network as compressed so far beside the original."""
+        if self.calibration is None or self.model is None:
             return None
         other = compressed if self.planner.sequential else None
-        return self.calibration.moments([layer], self.model, other)[layer]
+        return Walk(self.calibration, self.model, other, list(self.layer_of.values()))
 
     def original_moments(self, tensors: Tensors) -> Iterator[tuple[list[str], dict[str, LayerMoments]]]:
         """Groups of weights in execution order, with the original network's moments where they are used."""
-        group: list[str] = []
-        held_bytes = 0
-        for name in [*self.order(tensors.coded), ""]:
-            size = _moment_bytes(tensors.source.entries[name].shape) if name in self.layer_of else 0
-            if group and (not name or held_bytes + size > MOMENT_BYTES):
-                yield group, self._moments_of_group(group)
-                group, held_bytes = [], 0
-            group, held_bytes = [*group, name], held_bytes + size
+        walk = self.walk(None) if self.planner.second_order else None
+        for group in self._groups(tensors, walk):
+            layers = {name: self.layer_of[name] for name in group if name in self.layer_of}
+            found = walk.collect(list(layers.values())) if walk is not None and layers else {}
+            yield group, {name: found[layer] for name, layer in layers.items() if layer in found}
 
-    def _moments_of_group(self, group: Sequence[str]) -> dict[str, LayerMoments]:
-        layers = {name: self.layer_of[name] for name in group if name in self.layer_of}
-        if not layers or self.calibration is None or self.model is None or not self.planner.second_order:
-            return {}
-        found = self.calibration.moments(list(layers.values()), self.model)
-        return {name: found[layer] for name, layer in layers.items()}
+    def _groups(self, tensors: Tensors, walk: Walk | None) -> Iterator[list[str]]:
+        """Weights whose moments fit into memory at once: whole segments, where one does not exceed it."""
+        segment_of = {name: walk.segment_of(layer) for name, layer in self.layer_of.items()} if walk else {}
+        size_of = {name: _moment_bytes(tensors.source.entries[name].shape) for name in self.layer_of}
+        group: list[str] = []
+        held_bytes, last = 0, None
+        for name in self.order(tensors.coded):
+            segment, size = segment_of.get(name), size_of.get(name, 0)
+            together = sum(size_of[each] for each, its in segment_of.items() if its == segment)
+            needed = size if segment is None or segment == last else together
+            if group and held_bytes + needed > MOMENT_BYTES:
+                yield group
+                group, held_bytes = [], 0
+            group, held_bytes, last = [*group, name], held_bytes + size, segment
+        if group:
+            yield group
 
 
 def learn(tensors: Tensors, planner: Planner, calibration: Calibration | None) -> Knowledge:

@@ -13,15 +13,13 @@ from factorpack.budget.candidates import choose_method, curve_of, encode_with_st
 from factorpack.budget.curves import Curve, allocate, fill_unknown, load_curves, save_curves
 from factorpack.budget.knowledge import Knowledge
 from factorpack.budget.tensors import Tensors
-from factorpack.budget.trial import SingleWeightTrial, correct_curve
+from factorpack.budget.trial import REFINEMENTS, SingleWeightTrial, correct_curve
 from factorpack.errors import while_compressing
 from factorpack.format.streams import raw_bytes
 from factorpack.methods import SecondOrder
 from factorpack.progress import Progress
 from factorpack.weight import Weight
 
-REFINEMENTS = 2
-"""How often a plan is corrected by measurement: the second time at the steps of the first."""
 KEPT_BYTES = 4 << 30
 """Plans are corrected where all weights, ready to be rounded again, fit into this much memory."""
 

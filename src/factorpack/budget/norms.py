@@ -23,6 +23,8 @@ _NORM_PARTS = ("weight", "bias", "running_mean", "running_var")
 
 def norms_after(model: nn.Module, batch: Any) -> dict[str, str]:
     """Layers whose output goes unchanged into a batch norm, and the norm's name."""
+    if not any(isinstance(module, NORMS) for module in model.modules()):
+        return {}
     names = {module: name for name, module in model.named_modules()}
     outputs: list[tuple[Tensor, int, str]] = []
     found: dict[str, str] = {}

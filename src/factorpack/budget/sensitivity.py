@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from factorpack.batches import batch_size, forward
+from factorpack.batches import batch_size, device_of, forward, hooked
 from factorpack.budget.outputs import Predictions, predictions_of
 from factorpack.calibrate import Calibration
 from factorpack.errors import SourceError
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Information:
     """Fisher information at a layer's outputs, per prediction: the mean of its diagonal; all of it for embeddings.
 
@@ -28,6 +28,28 @@ class Information:
     """For an embedding of width D: E[g g^T] of the gradients g at its outputs, (D, D)."""
 
 
+@dataclass(slots=True, eq=False)
+class _Sums:
+    """Sums over predictions, on the device of the layer, so that no batch waits for them."""
+
+    level: Tensor | None = None
+    """In float64."""
+    metric: Tensor | None = None
+
+    def add(self, layer: nn.Module, output: Tensor, gradient: Tensor) -> None:
+        last = isinstance(layer, nn.Linear | nn.Embedding) or output.dim() < 3
+        level = gradient.double().square().sum() / output.shape[-1 if last else 1]
+        self.level = level if self.level is None else self.level + level
+        if isinstance(layer, nn.Embedding):
+            rows = gradient.flatten(0, -2).float()
+            outer = rows.T @ rows
+            self.metric = outer if self.metric is None else self.metric + outer
+
+    def per_prediction(self, predictions: int) -> Information:
+        level = 0.0 if self.level is None else float(self.level) / predictions
+        return Information(level, None if self.metric is None else self.metric / predictions)
+
+
 def measure_information(
     model: nn.Module, calibration: Calibration, layers: Sequence[str], samples: int = 128, seed: int = 0
 ) -> dict[str, Information]:
@@ -37,24 +59,27 @@ def measure_information(
     predictions, so none are needed. Values that are not logits count as the mean of a Gaussian whose standard
     deviation is their own RMS.
     """
-    generator = torch.Generator().manual_seed(seed)
-    totals = {name: Information() for name in layers}
+    generator = torch.Generator(device_of(model)).manual_seed(seed)
+    totals = {name: _Sums() for name in layers}
     seen, predictions = 0, 0
     for batch in calibration.batches if layers else []:
-        predictions += _add_gradients(totals, model, batch, generator)
+        found = _add_gradients(totals, model, batch, generator)
+        if found is None:
+            raise SourceError(
+                "the model returns NaN or infinity on the calibration data; the first layer with them in its "
+                f"input or output is {calibration.first_not_finite(model)!r}"
+            )
+        predictions += found
         seen += batch_size(batch)
         if seen >= samples:
             break
-    for each in totals.values():
-        each.level /= predictions
-        each.metric = None if each.metric is None else each.metric / predictions
-    return totals
+    return {name: each.per_prediction(predictions) for name, each in totals.items()}
 
 
 def _add_gradients(
-    totals: dict[str, Information], model: nn.Module, batch: Any, generator: torch.Generator
-) -> int:
-    """Adds what one batch shows of each layer; returns its number of predictions."""
+    totals: dict[str, _Sums], model: nn.Module, batch: Any, generator: torch.Generator
+) -> int | None:
+    """Adds what one batch shows of each layer; returns its number of predictions, None if some are NaN."""
     outputs: list[tuple[str, Tensor]] = []
 
     def catch(name: str) -> Callable[[nn.Module, Any, Any], Tensor]:
@@ -65,44 +90,36 @@ def _add_gradients(
 
         return hook
 
-    hooks = [model.get_submodule(name).register_forward_hook(catch(name)) for name in totals]
-    try:
-        with torch.enable_grad():
-            predictions = predictions_of(forward(model, batch), batch)
-            loss = _log_likelihood(predictions, generator)
-            if not loss.requires_grad:
-                raise SourceError(
-                    "the model's outputs have no gradient, so its layers' sensitivities cannot be measured: "
-                    "its forward must run without torch.no_grad() or a conversion to integers"
-                )
-            found = torch.autograd.grad(loss, [output for _, output in outputs], allow_unused=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        hooked(model, after={name: catch(name) for name in totals}),
+    ):
+        predictions = predictions_of(forward(model, batch), batch)
+        loss = _log_likelihood(predictions, generator)
+        if loss is None:
+            return None
+        if not loss.requires_grad:
+            raise SourceError(
+                "the model's outputs have no gradient, so its layers' sensitivities cannot be measured: "
+                "its forward must run without torch.no_grad() or a conversion to integers"
+            )
+        found = torch.autograd.grad(loss, [output for _, output in outputs], allow_unused=True)
     for (name, output), gradient in zip(outputs, found, strict=True):
         if gradient is not None:
-            _add(totals[name], model.get_submodule(name), output, gradient)
+            totals[name].add(model.get_submodule(name), output, gradient)
     return len(predictions.values)
 
 
-def _add(total: Information, layer: nn.Module, output: Tensor, gradient: Tensor) -> None:
-    last = isinstance(layer, nn.Linear | nn.Embedding) or output.dim() < 3
-    total.level += float(gradient.double().square().sum()) / output.shape[-1 if last else 1]
-    if isinstance(layer, nn.Embedding):
-        rows = gradient.flatten(0, -2).float()
-        outer = rows.T @ rows
-        total.metric = outer if total.metric is None else total.metric + outer
-
-
-def _log_likelihood(predictions: Predictions, generator: torch.Generator) -> Tensor:
-    """The log-likelihood of labels drawn from the predictions, summed over all of them."""
+def _log_likelihood(predictions: Predictions, generator: torch.Generator) -> Tensor | None:
+    """The log-likelihood of labels drawn from the predictions, summed over all of them; None where they are NaN."""
     values = predictions.values
     if predictions.are_logits:
-        shares = values.detach().float().softmax(1).cpu()
+        shares = values.detach().float().softmax(1).to(generator.device)
         if shares.isnan().any():
-            raise SourceError("the model returns NaN or infinity on the calibration data")
+            return None
         labels = torch.multinomial(shares, 1, generator=generator)[:, 0].to(values.device)
         return nn.functional.cross_entropy(values.float(), labels, reduction="sum")
-    noise = torch.randn(values.shape, generator=generator).to(values)
+    noise = torch.randn(values.shape, generator=generator, device=generator.device).to(values)
     deviation = values.detach().float().square().mean().sqrt().clamp_min(1e-12)
     return (values * noise).sum() / deviation

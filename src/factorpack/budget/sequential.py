@@ -20,6 +20,7 @@ from factorpack.format.schema import TensorRow
 from factorpack.methods import SecondOrder
 from factorpack.progress import Progress
 from factorpack.record import Encoded, LayerMoments
+from factorpack.walk import Walk
 from factorpack.weight import Weight
 
 
@@ -49,11 +50,12 @@ class SequentialCoder:
     ) -> None:
         """Each weight in turn spends its share of the bytes that are left."""
         self._done, self._compressed, left = {}, self._copy_of_model(), aim
+        walk = self._knowledge.walk(self._compressed)
         with Progress("compressing", self._tensors.numel, self._progress) as bar:
             for name in self.order:
                 bar.show(name)
                 share = left / max(sum(planned[later] for later in planned if later not in self._done), 1.0)
-                done = self._encode(name, methods[name], planned[name] * share)
+                done = self._encode(name, methods[name], planned[name] * share, walk)
                 left -= done.bytes
                 self._done[name] = done if name == closer else replace(done, weight=None, moments=None)
                 bar.advance(name, done.encoded.numel)
@@ -105,9 +107,10 @@ class SequentialCoder:
                 state[name].copy_(decode(encoded))
         return compressed
 
-    def _encode(self, name: str, method: SecondOrder, aim: float) -> _Done:
+    def _encode(self, name: str, method: SecondOrder, aim: float, walk: Walk | None) -> _Done:
         """One weight at about `aim` bytes, put into the compressed network."""
-        moments = self._knowledge.moments(name, self._compressed)
+        layer = self._knowledge.layer_of.get(name)
+        moments = None if layer is None or walk is None else walk.moments(layer)
         weight = self._knowledge.weight(self._tensors, name, moments)
         assert method.step is not None
         with while_compressing(name):

@@ -3,43 +3,95 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
 from torch import nn
 
-from factorpack.batches import forward
+from factorpack.batches import batch_size, device_of
 from factorpack.budget.curves import Curve
 from factorpack.budget.divergence import divergence_of
 from factorpack.budget.outputs import Predictions, predictions_of
+from factorpack.budget.planner import HELD_OUT_SHARE
 from factorpack.calibrate import Calibration
 from factorpack.decoding import decode
 from factorpack.record import Encoded
+from factorpack.segments import INPUTS, Border, Forms, Segments, borders_of, run_on
+from factorpack.solve.moments import has_moments
+from factorpack.walk import BORDER_BYTES
 
 LARGEST_CORRECTION = 4.0
 """A prediction is corrected by this factor at most: a few inputs are no more certain than that."""
+REFINEMENTS = 2
+"""How often a plan is corrected by measurement: the second time at the steps of the first."""
+WORK = 8
+"""Forward passes over all calibration data that measuring may cost."""
+FEWEST_INPUTS = 4
+CPU_BORDER_BYTES = 1 << 30
+"""Activations kept at the borders of segments where the model runs on a CPU."""
 
 
 class SingleWeightTrial:
-    """A model in which one weight at a time is replaced."""
+    """A model in which one weight at a time is replaced; it runs from the segment that holds the weight."""
 
     def __init__(self, model: nn.Module, held_out: Calibration) -> None:
-        self.model, self.held_out = copy.deepcopy(model), held_out
+        self.model, self._segments = copy.deepcopy(model), held_out.segments(model)
+        self.held_out = held_out.first(_inputs_to_measure(model, held_out, len(self._segments)))
         self.state = self.model.state_dict()
-        self.original = self._predictions()
+        self._first_use = _first_uses(self.model, self._segments)
+        self._forms: list[Forms] = [{} for _ in self.held_out.batches]
+        self._borders: list[list[Border]] = []
+        self.original = [self._run_original(index) for index in range(len(self._forms))]
 
     def divergence(self, name: str, encoded: Encoded) -> float:
         """Mean divergence, in nats, of the predictions with this weight packed from those without."""
         before = self.state[name].clone()
         self.state[name].copy_(decode(encoded))
-        pairs = zip(self.original, self._predictions(), strict=True)
+        pairs = zip(self.original, self._predictions(name), strict=True)
         found = [divergence_of(original, changed) for original, changed in pairs]
         self.state[name].copy_(before)
         return sum(total for total, _ in found) / sum(count for _, count in found)
 
-    def _predictions(self) -> list[Predictions]:
-        with torch.no_grad():
-            return [predictions_of(forward(self.model, batch), batch) for batch in self.held_out.batches]
+    def _run_original(self, index: int) -> Predictions:
+        """The original's predictions for a batch; its activations at the segments' borders are kept."""
+        batch = self.held_out.batches[index]
+        output, borders = borders_of(self.model, batch, self._segments, self._forms[index])
+        per_sample = sum(border.bytes for border in borders) / batch_size(batch)
+        # Where they take too much memory only some of them are kept: passes then start a little earlier.
+        every = math.ceil(max(per_sample * len(self.held_out), 1) / _most_bytes(self.model))
+        self._borders.append([INPUTS, *borders[every - 1 :: every]])
+        return predictions_of(output, batch)
+
+    def _predictions(self, name: str) -> Iterator[Predictions]:
+        """Predictions with the model as it is now, which is the original up to the weight `name`."""
+        segment = self._first_use.get(self.state[name].data_ptr(), 0)
+        for index, batch in enumerate(self.held_out.batches):
+            start = max((b for b in self._borders[index] if b.place <= segment), key=lambda b: b.place)
+            output = run_on(self.model, batch, self._segments, start, self._forms[index])
+            yield predictions_of(output, batch)
+
+
+def _inputs_to_measure(model: nn.Module, held_out: Calibration, segments: int) -> int:
+    """As many held-out inputs as keep the measuring of all weights within WORK passes over the calibration data."""
+    weights = sum(has_moments(model.get_submodule(layer)) for layer in held_out.order)
+    share = (segments + 1) / (2 * segments)  # of a forward pass, on average over the weights
+    passes_per_input = REFINEMENTS * weights * share
+    affordable = int(WORK / HELD_OUT_SHARE * len(held_out) / max(passes_per_input, 1))
+    return min(max(affordable, FEWEST_INPUTS), len(held_out))
+
+
+def _most_bytes(model: nn.Module) -> int:
+    return CPU_BORDER_BYTES if device_of(model).type == "cpu" else BORDER_BYTES
+
+
+def _first_uses(model: nn.Module, segments: Segments) -> dict[int, int]:
+    """Where the tensors of layers lie in memory -> the first segment that uses them."""
+    found: dict[int, int] = {}
+    for layer, segment in segments.segment_of.items():
+        for tensor in model.get_submodule(layer).parameters(recurse=False):
+            found.setdefault(tensor.data_ptr(), segment)
+    return found
 
 
 def correct_curve(curve: Curve, place: int, measured: float) -> Curve:

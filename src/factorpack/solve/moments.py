@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -40,11 +42,20 @@ def unfold_inputs(layer: nn.Module, inputs: Tensor) -> Tensor:
     return ordered.reshape(layer.groups, -1, layer.weight[0].numel())
 
 
-class MomentAccumulator:
-    """Running sums over batches for one layer."""
+def unfolding(layer: nn.Module) -> tuple[object, ...]:
+    """What `unfold_inputs` depends on: layers that agree in it and in their input have the same moments."""
+    if isinstance(layer, nn.Linear):
+        return ("linear", layer.in_features)
+    assert isinstance(layer, CONVOLUTIONS)
+    shape = (layer.in_channels, layer.groups, layer.kernel_size, layer.stride, layer.dilation)
+    return (*shape, layer.padding, layer.padding_mode)
 
-    def __init__(self, layer: nn.Module, max_rows: int) -> None:
-        self._layer = layer
+
+class MomentAccumulator:
+    """Running sums over batches for one layer, and for others with the same inputs and the same `unfolding`."""
+
+    def __init__(self, layer: nn.Module, max_rows: int, others: Sequence[nn.Module] = ()) -> None:
+        self._layer, self._others = layer, others
         self._max_rows = max_rows
         self._sums: list[Tensor] = []
         self._rows = 0
@@ -58,17 +69,11 @@ class MomentAccumulator:
         wanted = seen if of_original is None else self._positions(of_original)
         parts = [seen.transpose(1, 2) @ seen, seen.sum(1)]
         if of_original is not None:
-            parts += [wanted.transpose(1, 2) @ seen, wanted.sum(1), self._power(wanted)]
+            parts += [wanted.transpose(1, 2) @ seen, wanted.sum(1)]
+            parts += [_power(layer, wanted) for layer in (self._layer, *self._others)]
         parts = [part.double() if part.dim() == 2 else part for part in parts]
         self._sums = parts if not self._sums else [a.add_(b) for a, b in zip(self._sums, parts, strict=True)]
         self._rows += seen.shape[1]
-
-    def _power(self, rows: Tensor) -> Tensor:
-        """Squared outputs of the layer without bias, summed over rows: (groups, out/groups)."""
-        weight = self._layer.weight
-        assert isinstance(weight, Tensor)
-        split = weight.detach().float().reshape(len(rows), -1, rows.shape[2])
-        return (rows @ split.transpose(1, 2)).square().sum(1)
 
     def _positions(self, inputs: Tensor) -> Tensor:
         rows = unfold_inputs(self._layer, inputs.float())
@@ -80,7 +85,20 @@ class MomentAccumulator:
         return rows[:, ((golden % 1.0) * count).long()]
 
     def result(self) -> LayerMoments:
+        return self.results()[0]
+
+    def results(self) -> list[LayerMoments]:
+        """The moments of the layer and of the others; they share their tensors."""
         second, total, *original = (part / self._rows for part in self._sums)
-        cross, original_mean, power = original if original else (None, total, None)
-        power = None if power is None else power.float()
-        return LayerMoments(second, total.float(), cross, original_mean.float(), power)
+        cross, original_mean, *powers = original if original else (None, total)
+        mean, original_mean = total.float(), original_mean.float()
+        found = [power.float() for power in powers] if powers else [None] * (1 + len(self._others))
+        return [LayerMoments(second, mean, cross, original_mean, power) for power in found]
+
+
+def _power(layer: nn.Module, rows: Tensor) -> Tensor:
+    """Squared outputs of a layer without bias, summed over rows: (groups, out/groups)."""
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    split = weight.detach().float().reshape(len(rows), -1, rows.shape[2])
+    return (rows @ split.transpose(1, 2)).square().sum(1)

@@ -1,0 +1,210 @@
+"""A walk: the moments are those of whole passes, bit for bit, and depth costs once."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import factorpack as fp
+from factorpack import walk as walk_module
+from factorpack.batches import hooked
+from factorpack.budget.knowledge import Knowledge, learn
+from factorpack.budget.planner import BudgetRequest, Planner
+from factorpack.budget.tensors import split_tensors
+from factorpack.calibrate import Calibration, calibrate
+from factorpack.record import LayerMoments
+from factorpack.solve.moments import has_moments
+from factorpack.source import open_source
+from factorpack.walk import Walk
+from tests.helpers import assert_same_tensor, seeded
+from tests.test_segments import MODELS, Chain, llama, padded_tokens
+
+
+def assert_same(found: LayerMoments, expected: LayerMoments) -> None:
+    for part in ("second", "mean", "cross", "original_mean", "original_power"):
+        mine, wanted = getattr(found, part), getattr(expected, part)
+        assert (mine is None) == (wanted is None), part
+        if wanted is not None:
+            assert_same_tensor(mine, wanted)
+
+
+def halves(batch: Any) -> list[Any]:
+    if isinstance(batch, Tensor):
+        return [batch[:2], batch[2:]]
+    return [{key: value[part] for key, value in batch.items()} for part in (slice(2), slice(2, None))]
+
+
+def made(case: str) -> tuple[nn.Module, Calibration, list[str]]:
+    torch.manual_seed(0)
+    model, batch = MODELS[case][0]().eval(), MODELS[case][1]()
+    calibration = calibrate(model, halves(batch))
+    layers = [name for name in calibration.order if has_moments(model.get_submodule(name))]
+    small = [name for name in layers if not name.startswith(("layer3", "layer4"))]  # the others take seconds
+    return model, calibration, small
+
+
+@contextmanager
+def counted(model: nn.Module, counts: Counter[str]) -> Iterator[None]:
+    """Counts the layers that compute: neither stubs, nor those at which a pass stops."""
+
+    def hook(module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if "forward" not in module.__dict__:
+            counts["calls"] += 1
+
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    with hooked(model, after=dict.fromkeys(layers, hook)):
+        yield
+
+
+def change(model: nn.Module, layer: str) -> None:
+    with torch.no_grad():
+        weight = model.get_submodule(layer).weight
+        assert isinstance(weight, Tensor)
+        weight.mul_(0.9)
+
+
+@pytest.mark.parametrize("case", [case for case in MODELS if case != "one layer"])
+@pytest.mark.parametrize("limit", [1 << 40, 0])
+def test_moments_along_the_way_are_those_of_whole_passes(
+    case: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer is changed once it is visited, as compression does; `limit` 0 keeps no borders at all."""
+    monkeypatch.setattr(walk_module, "free_bytes", lambda: limit)
+    model, calibration, layers = made(case)
+    compressed = copy.deepcopy(model)
+    walk = Walk(calibration, model, compressed, layers)
+    for layer in layers:
+        assert_same(walk.moments(layer), calibration.moments([layer], model, compressed)[layer])
+        change(compressed, layer)
+
+
+@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize(("size", "limit"), [(1, 1 << 40), (3, 1 << 40), (100, 1 << 40), (3, 0)])
+def test_moments_of_one_network_are_collected_in_passing(
+    case: str, size: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(walk_module, "free_bytes", lambda: limit)
+    model, calibration, layers = made(case)
+    walk = Walk(calibration, model, None, layers)
+    for start in range(0, len(layers), size):
+        part = layers[start : start + size]
+        found = walk.collect(part)
+        assert list(found) == part
+        for layer, expected in calibration.moments(part, model).items():
+            assert_same(found[layer], expected)
+
+
+def test_samples_along_the_way() -> None:
+    model, calibration, layers = made("blocks")
+    compressed = copy.deepcopy(model)
+    walk = Walk(calibration, model, compressed)
+    for layer in layers:
+        found, expected = walk.sample(layer), calibration.sample(layer, model, compressed)
+        assert_same_tensor(found.inputs, expected.inputs)
+        assert_same_tensor(found.outputs, expected.outputs)
+        change(compressed, layer)
+
+
+def test_a_layer_behind_and_a_layer_skipped() -> None:
+    model, calibration, layers = made("blocks")
+    walk = Walk(calibration, model, model, layers)
+    for layer in (layers[0], layers[-1], layers[2], layers[-1]):
+        assert_same(walk.moments(layer), calibration.moments([layer], model, model)[layer])
+
+
+def test_a_change_behind_the_walk_is_seen() -> None:
+    """Two layers may share a weight that is coded at the later one."""
+    model, calibration, layers = made("llama")
+    compressed = copy.deepcopy(model)
+    walk = Walk(calibration, model, compressed, layers)
+    walk.moments("model.layers.2.self_attn.q_proj")
+    change(compressed, "model.layers.0.mlp.up_proj")
+    for layer in ("model.layers.2.self_attn.k_proj", "model.layers.2.mlp.down_proj"):
+        assert_same(walk.moments(layer), calibration.moments([layer], model, compressed)[layer])
+
+
+def test_layers_with_one_input_share_its_moments() -> None:
+    model, calibration, layers = made("llama")
+    walk = Walk(calibration, model, copy.deepcopy(model), layers)
+    counts: Counter[str] = Counter()
+    with counted(model, counts):
+        q, k, v = (walk.moments(f"model.layers.1.self_attn.{key}_proj") for key in "qkv")
+        assert counts["calls"] == 2 * 7  # two batches to the border, and from there no layer
+    assert q.second is k.second is v.second
+    assert q.cross is k.cross
+    assert q.original_power is not None
+    assert k.original_power is not None
+    assert q.original_power.shape != k.original_power.shape
+
+
+def calls_of_a_sequential_pass(depth: int) -> int:
+    model = llama(depth)
+    calibration = calibrate(model, [padded_tokens()])
+    layers = [name for name in calibration.order if has_moments(model.get_submodule(name))]
+    compressed, counts = copy.deepcopy(model), Counter[str]()
+    walk = Walk(calibration, model, compressed, layers)
+    with counted(model, counts), counted(compressed, counts):
+        for layer in layers:
+            walk.moments(layer)
+    return counts["calls"]
+
+
+def test_depth_costs_once() -> None:
+    """A block of seven layers: four different inputs, found after 0, 3, 4 and 6 layers, and the way on, 7."""
+    assert [calls_of_a_sequential_pass(depth) for depth in (2, 4, 8)] == [2 * 20 * d for d in (2, 4, 8)]
+
+
+def test_a_plan_s_moments_cost_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many groups the layers are gathered in."""
+    model = llama(4)
+    groups, calls = [], []
+    for limit in (1 << 30, 1):
+        monkeypatch.setitem(Knowledge._groups.__globals__, "MOMENT_BYTES", limit)
+        calibration = calibrate(model, [padded_tokens()])
+        request = BudgetRequest(open_source(model), model, calibration, Planner(equal_slope=False), {}, ())
+        tensors = split_tensors(request)
+        knowledge = learn(tensors, request.planner, calibration)
+        calibration.segments(model)
+        counts: Counter[str] = Counter()
+        with counted(model, counts):
+            groups.append(len(list(knowledge.original_moments(tensors))))
+        calls.append(counts["calls"])
+    layers = 4 * 7 + 1
+    assert groups[0] < groups[1]
+    assert calls[0] <= layers
+    assert calls[1] <= 4 * layers  # a segment's layers do not fit at once: from its border for each
+
+
+def test_a_budget_of_a_deep_model_is_the_same_with_and_without_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Chain(3).eval()
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            nn.init.normal_(layer.weight)
+    data = [seeded(40, 6)]
+    files = []
+    for cut in (True, False):
+        if not cut:
+            monkeypatch.setattr("factorpack.cuts._candidates", lambda _model: [])
+        packed = fp.compress(model, ratio=2.2, calibration=data, progress=False)
+        files.append({name: value.clone() for name, value in packed.state_dict().items()})
+    for name, value in files[0].items():
+        assert_same_tensor(value, files[1][name])
+
+
+def test_nothing_is_left_on_the_models() -> None:
+    model, calibration, layers = made("resnet18")
+    compressed = copy.deepcopy(model)
+    walk = Walk(calibration, model, compressed, layers)
+    for layer in layers[:6]:
+        walk.moments(layer)
+    for each in (model, compressed):
+        assert not any("forward" in module.__dict__ for module in each.modules())
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in each.modules())
