@@ -11,6 +11,7 @@ from torch import Tensor
 from factorpack.errors import FormatError
 from factorpack.format import entropy, trellis_stream
 from factorpack.format.bitpack import bit_string_bytes, pack, unpack
+from factorpack.format.symbols import Codes
 from factorpack.kinds import KINDS
 from factorpack.kinds.base import PartSpec
 from factorpack.quantize.uniform import code_range
@@ -77,7 +78,7 @@ def decode_part(codec: str, data: bytes, spec: PartSpec, states: int = 0) -> Ten
     if codec == PACKED:
         low, _ = code_range(spec.bits)
         wide = unpack(data, rows * columns, spec.bits).astype(np.int32) + low
-        codes: entropy.Codes = wide.astype(np.int8 if spec.bits <= 8 else np.int16)
+        codes: Codes = wide.astype(np.int8 if spec.bits <= 8 else np.int16)
     elif codec == TRELLIS:
         codes = trellis_stream.decode(data, rows, columns, states)
         _check_range(codes, spec.bits)
@@ -87,7 +88,7 @@ def decode_part(codec: str, data: bytes, spec: PartSpec, states: int = 0) -> Ten
     return torch.from_numpy(codes.reshape(rows, columns)).to(spec.dtype)
 
 
-def _check_range(codes: entropy.Codes, bits: int) -> None:
+def _check_range(codes: Codes, bits: int) -> None:
     low, high = code_range(bits)
     if int(codes.min()) < low or int(codes.max()) > high:
         raise FormatError(f"codes {codes.min()} to {codes.max()} do not fit {bits} bits")
