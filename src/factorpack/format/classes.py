@@ -7,7 +7,6 @@ matrix is enough for that. At the end every row and column takes its class, once
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 

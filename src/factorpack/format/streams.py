@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import Executor
 
 import numpy as np
 import torch
@@ -21,10 +22,12 @@ RAW, PACKED, ANS, TRELLIS = "raw", "packed", "ans", "trellis"
 CODECS = (RAW, PACKED, ANS, TRELLIS)
 
 
-def encode_part(part: Tensor, bits: int, split: int = 0, states: int = 0) -> tuple[str, bytes]:
+def encode_part(
+    part: Tensor, bits: int, split: int = 0, states: int = 0, pool: Executor | None = None
+) -> tuple[str, bytes]:
     """The codec and the bytes of a part; `bits` is 0 for a part that is not codes.
 
-    `split` and `states` come from `split_of` and `states_of`.
+    `split` and `states` come from `split_of` and `states_of`. A pool compresses the chunks of a large part.
     """
     if not bits:
         return RAW, raw_bytes(part)
@@ -33,7 +36,7 @@ def encode_part(part: Tensor, bits: int, split: int = 0, states: int = 0) -> tup
     if states:
         return TRELLIS, trellis_stream.encode(codes, states, split)
     fixed_bytes = bit_string_bytes(codes.size, bits)
-    coded = entropy.encode(codes, split)
+    coded = entropy.encode(codes, split, pool)
     if len(coded) < fixed_bytes:
         return ANS, coded
     low, _ = code_range(bits)
