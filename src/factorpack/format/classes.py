@@ -18,7 +18,8 @@ from factorpack.format.symbols import Symbols, count_values
 
 MAX_CLASSES = 32
 """Most classes of rows, and of columns."""
-_ROUNDS = 4
+_ROUNDS, _FEW_MOVES = 6, 0.02
+"""Fitting ends after this many rounds, or when at most this share of rows and columns moves."""
 _SAMPLE = 1024
 """Entries of a row or column that its class is fitted to: enough to know its scale within a few percent."""
 _CORE_SIDE = 384
@@ -135,7 +136,8 @@ def _fit_core(
         before = rows, columns
         columns, lengths = _reassigned(upright, columns, rows, lengths, height)
         rows, lengths = _reassigned(bins, rows, columns, lengths, width)
-        if np.array_equal(rows, before[0]) and np.array_equal(columns, before[1]):
+        moved = np.count_nonzero(rows != before[0]) + np.count_nonzero(columns != before[1])
+        if moved <= _FEW_MOVES * (len(rows) + len(columns)):
             break
     return rows, columns, lengths
 
