@@ -15,6 +15,7 @@ from factorpack.batches import evaluating, forward
 from factorpack.decoding import decode
 from factorpack.errors import SourceError
 from factorpack.format.container import Reader, write_plain
+from factorpack.format.encode_ahead import Streams
 from factorpack.format.overwrite import check_output
 from factorpack.format.packed_file import write_packed
 from factorpack.format.read_ahead import read_ahead
@@ -39,10 +40,12 @@ class Packed(Mapping[str, Encoded]):
         tensors: Mapping[str, Encoded],
         aliases: Mapping[str, str] | None = None,
         reader: Reader | None = None,
+        streams: Streams | None = None,
     ) -> None:
         self._tensors = tensors
         self.aliases = dict(aliases or {})
         self._reader = reader
+        self._streams = streams  # what was encoded to measure the file is not encoded again
         self.curves: Mapping[str, Curve] = {}
         """Rate-distortion curves of the weights, where a budget was planned on them just now."""
 
@@ -156,7 +159,7 @@ class Packed(Mapping[str, Encoded]):
 
 def save(packed: Packed, path: str | Path) -> None:
     """Writes a packed model. The file appears under its name only when it is whole."""
-    write_packed(path, packed.items(), packed.aliases)
+    write_packed(path, packed.items(), packed.aliases, packed._streams)
     packed._reader = Reader(path)
 
 

@@ -12,8 +12,10 @@ from hypothesis.extra import numpy as hnp
 from factorpack.errors import FormatError
 from factorpack.format import chunks, entropy
 from factorpack.format import frequency_tables as tables
+from factorpack.format.blocks import places
 from factorpack.format.classes import Classing, class_counts
 from factorpack.format.stream_header import Header, read_header, write_header
+from factorpack.format.symbols import code_order, from_view, to_view
 from tests.format import reference
 
 SHAPES = hnp.array_shapes(min_dims=2, max_dims=2, min_side=1, max_side=24)
@@ -99,15 +101,15 @@ def test_decode_inverts_encode_where_every_block_is_a_chunk(codes: np.ndarray, d
 def test_the_split_view_and_back(shape: tuple[int, int, int]):
     """(k, n) is read as (k, s, n/s), permuted to (s, n/s, k)."""
     matrix = np.arange(np.prod(shape)).astype(np.uint16).reshape(shape[0], -1)
-    view = entropy.to_view(matrix, shape[1])
+    view = to_view(matrix, shape[1])
     assert (view == matrix.reshape(shape).transpose(1, 2, 0).reshape(shape[1], -1)).all()
-    assert (entropy.from_view(view, shape[1], shape[0]) == matrix).all()
+    assert (from_view(view, shape[1], shape[0]) == matrix).all()
 
 
 @given(st.integers(-32768, 32767), st.integers(1, 65536))
 def test_symbols_are_codes_by_size(low: int, size: int):
     size = min(size, 32768 - low)
-    assert entropy.code_order(low, size).tolist() == sorted(range(low, low + size), key=lambda c: (abs(c), c))
+    assert code_order(low, size).tolist() == sorted(range(low, low + size), key=lambda c: (abs(c), c))
 
 
 def model(frequencies: np.ndarray, lazy: bool) -> object:
@@ -240,8 +242,8 @@ def test_any_number_of_classes_can_be_read(rows: int, columns: int, data: st.Dat
         :, np.argsort(classing.columns, kind="stable")
     ]
     coder = constriction.stream.stack.AnsCoder()
-    for places in reversed(entropy._blocks(classing, len(models))):
-        pieces = [ordered[place].ravel() for place in places]
+    for own in reversed(places(classing, len(models))):
+        pieces = [ordered[place].ravel() for place in own]
         entropy.push(coder, np.concatenate([*pieces, ordered[:0].ravel()]), even[0])
     entropy.push(coder, classing.columns, spread[1][0])
     entropy.push(coder, classing.rows, spread[0][0])

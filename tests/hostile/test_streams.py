@@ -16,6 +16,7 @@ from factorpack.format import chunks, entropy
 from factorpack.format import frequency_tables as tables
 from factorpack.format.container import Reader
 from factorpack.format.stream_header import read_header
+from factorpack.format.symbols import code_order
 from tests.golden.make import CHUNKED, GOLDEN
 from tests.helpers import little_memory
 from tests.tampered import Pieces, take_apart
@@ -230,7 +231,7 @@ def test_flipped_bits_of_chunks_are_refused_or_stay_within_the_alphabet():
 def message_for(codes: np.ndarray, other: bytes = MESSAGE) -> bytes:
     """The message the golden latent's own tables give to codes, and to the classes at a message's head."""
     classes = entropy.pop(entropy.open_coder(other), 8, OWN_TABLES[0])
-    order = entropy.code_order(-4, 8).tolist()
+    order = code_order(-4, 8).tolist()
     symbols = np.array([[order.index(code) for code in row] for row in codes.tolist()])
     coder = constriction.stream.stack.AnsCoder()
     for number in reversed(range(CLASSES)):

@@ -9,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.studies.codes.weights import Matrix, Point, Weight, rounded
-from factorpack.format import entropy
+from factorpack.format.stream_plan import best_plan
 from factorpack.format.streams import split_of
+from factorpack.format.symbols import to_symbols
 from factorpack.solve.code_length import HIGH_RATE
 
 RATIOS = np.array([0.5, 0.75, 1.0, 1.33, 2.0])
@@ -40,8 +41,8 @@ def _context_savings(weight: Weight, codes: NDArray[np.float32]) -> dict[str, fl
     name = "latent" if "latent" in encoded.parts else "codes"
     split, tile = split_of(encoded, name), weight.tile
     matrix = encoded.parts[name].numpy()
-    low, order, symbols = entropy.to_symbols(matrix)
-    plan, total_bits, bits = entropy._best(symbols, len(order), split)
+    low, order, symbols = to_symbols(matrix)
+    plan, total_bits, bits = best_plan(symbols, len(order), split)
     model = plan.classing.rows[:, None] + plan.classing.columns
     if tile > 1:  # back from the view, (s, n/s * k), or from the tiles, (k, n), to channels
         model = (model if plan.split else model.T).reshape(codes.shape)

@@ -20,9 +20,11 @@ from benchmarks.studies.codes.weights import (
     stream,
 )
 from factorpack.format import entropy
-from factorpack.format.classes import class_counts, fit_classes
+from factorpack.format.classes import class_counts, fit_both, sample
 from factorpack.format.frequency_tables import message_bits, normalized
+from factorpack.format.stream_plan import Plan, plans
 from factorpack.format.streams import coded_bytes, split_of
+from factorpack.format.symbols import to_symbols, to_view
 from factorpack.solve.code_length import CLASSES, HIGH_RATE, fit_lengths
 
 TRELLIS_STEP = 0.57
@@ -100,16 +102,16 @@ def _dependent_bytes(weight: Weight, indices: Matrix, quantizer: Matrix, step: f
     """Bytes of the stream that the format would hold with two tables per class, one for each quantizer."""
     encoded = weight.encoded(indices, step)
     name = "latent" if "latent" in encoded.parts else "codes"
-    _, order, symbols = entropy.to_symbols(encoded.parts[name].numpy())
+    _, order, symbols = to_symbols(encoded.parts[name].numpy())
     size = len(order)
     tile = weight.tile
     folded = quantizer.reshape(-1, tile).T if tile > 1 else quantizer
     joint = symbols.astype(np.uint16) + folded.astype(np.uint16) * np.uint16(size)
     least = float("inf")
-    for plan in entropy._plans(symbols, size, split_of(encoded, name)):
-        counts = class_counts(entropy.to_view(joint, plan.split), plan.classing, 2 * size)
-        split = entropy.Plan(plan.split, plan.classing, [*plan.counts[:2], counts.reshape(-1, size)])
-        least = min([least, *(split.bits(total) for total in entropy.TOTALS if split.fits(total))])
+    for plan in plans(symbols, size, split_of(encoded, name)):
+        counts = class_counts(to_view(joint, plan.split), plan.classing, 2 * size)
+        split = Plan(plan.split, plan.classing, [*plan.counts[:2], counts.reshape(-1, size)])
+        least = min([least, *(split.bits(total) for total in (8, 10, 12, 14, 16))])
     return fixed_bytes(encoded) + least / 8 + 15  # header and the last word
 
 
@@ -123,8 +125,8 @@ def check_bytes(weight: Weight) -> None:
 def round_trip(weight: Weight, step: float, states: int, price: float) -> dict[str, float]:
     """A real message of the trellis's indices, written and read back, beside a plain message of the format."""
     ((indices, quantizer),) = _trellis_codes(weight, [step], states, price)
-    _, order, symbols = entropy.to_symbols(indices.astype(np.int16))
-    classing = fit_classes(symbols, 0.5)
+    _, order, symbols = to_symbols(indices.astype(np.int16))
+    classing = fit_both(sample(symbols, len(order)), 0.5)
     model = 2 * (classing.rows[:, None] + classing.columns) + quantizer
     size = len(order)
     joint = symbols.astype(np.int64) + quantizer.astype(np.int64) * size

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from concurrent.futures import Executor
 
 import numpy as np
 from pcodec import ChunkConfig, DeltaSpec, ModeSpec, PagingSpec, wrapped
 
 from factorpack.errors import FormatError
-from factorpack.format.classes import Symbols
+from factorpack.format.symbols import Symbols, SymbolType
 
-SymbolType = type[np.uint8] | type[np.uint16]
 LENGTH = struct.Struct("<I")
 """The lengths of all chunks come before the tables."""
 _VERSION = bytes(wrapped.FileCompressor().write_header())
@@ -27,7 +27,16 @@ FEWEST = 2048
 """Codes of the smallest block for which a chunk's table can pay."""
 _MOST = 1 << 24
 """Values that one pcodec chunk can hold; a larger block becomes several, one after the other."""
+_WORTH_A_THREAD = 1 << 17
+"""Codes of a block that take a thread about a millisecond."""
 _MOST_BYTES = 256**LENGTH.size - 1
+
+
+def compress_blocks(blocks: Sequence[Symbols], pool: Executor | None = None) -> list[bytes | None]:
+    """The chunk of each block. A pool compresses those that are worth a thread at the same time."""
+    if pool is None or sum(len(block) >= _WORTH_A_THREAD for block in blocks) < 2:
+        return [compress_block(block) for block in blocks]
+    return list(pool.map(compress_block, blocks))
 
 
 def compress_block(block: Symbols) -> bytes | None:

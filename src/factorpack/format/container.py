@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -97,7 +98,7 @@ def sort_for_file(rows: Iterable[TensorRow]) -> list[TensorRow]:
 
 
 class Writer:
-    """Writes a packed file tensor by tensor and holds at most one: call `add`, then leave the block.
+    """Writes a packed file tensor by tensor and holds none: call `add` or `put`, then leave the block.
 
     >>> with Writer(path) as writer:  # doctest: +SKIP
     ...     writer.add("conv1.weight", encoded)
@@ -117,17 +118,25 @@ class Writer:
         return self
 
     def add(self, name: str, encoded: Encoded) -> None:
-        if name in RESERVED:
-            raise SourceError(f"a tensor cannot be named {name!r}: the file format uses that name")
-        if name in self._names:
-            raise SourceError(f"tensor {name!r} has been added already")
+        self.take_name(name)
         try:
             row, stream = stored(name, encoded)
         except FormatError as error:
             error.add_note(f"while writing tensor {name!r}")
             raise
-        self._rows.append(row)
+        self.put(row, stream)
+
+    def take_name(self, name: str) -> None:
+        """Refuses the name of a tensor that cannot be added, before it is encoded."""
+        if name in RESERVED:
+            raise SourceError(f"a tensor cannot be named {name!r}: the file format uses that name")
+        if name in self._names:
+            raise SourceError(f"tensor {name!r} has been added already")
         self._names.add(name)
+
+    def put(self, row: TensorRow, stream: bytes) -> None:
+        """Writes a tensor that is encoded already and whose name is taken."""
+        self._rows.append(row)
         if _is_small(row):
             self._small.append(stream)
         else:
@@ -233,16 +242,15 @@ class Reader(Mapping[str, Encoded]):
         return self._small[start : start + row.stored_bytes]
 
 
-def stored(name: str, encoded: Encoded) -> tuple[TensorRow, bytes]:
-    """A tensor's row of the schema and its stream."""
+def stored(name: str, encoded: Encoded, pool: Executor | None = None) -> tuple[TensorRow, bytes]:
+    """A tensor's row of the schema and its stream; a pool compresses the chunks of a large one."""
     check(encoded.kind, encoded.layout, encoded.dtype, specs(encoded))
     KINDS[encoded.kind].check_values(encoded)
     streams: list[bytes] = []
     parts: dict[str, PartRow] = {}
     for part_name, spec in specs(encoded).items():
-        codec, data = encode_part(
-            encoded.parts[part_name], spec.bits, split_of(encoded, part_name), states_of(encoded, part_name)
-        )
+        split, states = split_of(encoded, part_name), states_of(encoded, part_name)
+        codec, data = encode_part(encoded.parts[part_name], spec.bits, split, states, pool)
         parts[part_name] = PartRow(codec, spec, len(data))
         streams.append(data)
     numel = schemas.largest_numel(encoded.shape, specs(encoded).values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import Executor
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from factorpack.errors import FormatError
 from factorpack.format import entropy, trellis_stream
 from factorpack.format.bitpack import bit_string_bytes, pack, unpack
+from factorpack.format.symbols import Codes
 from factorpack.kinds import KINDS
 from factorpack.kinds.base import PartSpec
 from factorpack.quantize.uniform import code_range
@@ -20,10 +22,12 @@ RAW, PACKED, ANS, TRELLIS = "raw", "packed", "ans", "trellis"
 CODECS = (RAW, PACKED, ANS, TRELLIS)
 
 
-def encode_part(part: Tensor, bits: int, split: int = 0, states: int = 0) -> tuple[str, bytes]:
+def encode_part(
+    part: Tensor, bits: int, split: int = 0, states: int = 0, pool: Executor | None = None
+) -> tuple[str, bytes]:
     """The codec and the bytes of a part; `bits` is 0 for a part that is not codes.
 
-    `split` and `states` come from `split_of` and `states_of`.
+    `split` and `states` come from `split_of` and `states_of`. A pool compresses the chunks of a large part.
     """
     if not bits:
         return RAW, raw_bytes(part)
@@ -32,7 +36,7 @@ def encode_part(part: Tensor, bits: int, split: int = 0, states: int = 0) -> tup
     if states:
         return TRELLIS, trellis_stream.encode(codes, states, split)
     fixed_bytes = bit_string_bytes(codes.size, bits)
-    coded = entropy.encode(codes, split)
+    coded = entropy.encode(codes, split, pool)
     if len(coded) < fixed_bytes:
         return ANS, coded
     low, _ = code_range(bits)
@@ -77,7 +81,7 @@ def decode_part(codec: str, data: bytes, spec: PartSpec, states: int = 0) -> Ten
     if codec == PACKED:
         low, _ = code_range(spec.bits)
         wide = unpack(data, rows * columns, spec.bits).astype(np.int32) + low
-        codes: entropy.Codes = wide.astype(np.int8 if spec.bits <= 8 else np.int16)
+        codes: Codes = wide.astype(np.int8 if spec.bits <= 8 else np.int16)
     elif codec == TRELLIS:
         codes = trellis_stream.decode(data, rows, columns, states)
         _check_range(codes, spec.bits)
@@ -87,7 +91,7 @@ def decode_part(codec: str, data: bytes, spec: PartSpec, states: int = 0) -> Ten
     return torch.from_numpy(codes.reshape(rows, columns)).to(spec.dtype)
 
 
-def _check_range(codes: entropy.Codes, bits: int) -> None:
+def _check_range(codes: Codes, bits: int) -> None:
     low, high = code_range(bits)
     if int(codes.min()) < low or int(codes.max()) > high:
         raise FormatError(f"codes {codes.min()} to {codes.max()} do not fit {bits} bits")

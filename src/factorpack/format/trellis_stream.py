@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from factorpack.errors import FormatError
 from factorpack.format import entropy
 from factorpack.format import frequency_tables as tables
-from factorpack.format.classes import Classing, Symbols, class_counts, fit_classes, one_class
-from factorpack.format.entropy import Codes
+from factorpack.format.classes import Classing, class_counts, fit_both, one_class, sample
 from factorpack.format.stream_header import Header, read_header, write_header
+from factorpack.format.stream_plan import Plan, class_width, shortest
+from factorpack.format.symbols import Codes, Symbols, code_order, from_view, to_symbols, to_view
 from factorpack.quantize.trellis import (
     Flags,
     Integers,
@@ -36,10 +37,10 @@ _SEGMENT = struct.Struct("<H")
 
 def encode(codes: Codes, states: int, split: int = 0) -> bytes:
     """Entropy codes a matrix, (r, n), whose view of `split` rows is a path; raises an error where it is not."""
-    levels = entropy.to_view(codes, split).astype(np.int32)
+    levels = to_view(codes, split).astype(np.int32)
     segment = max(segment_rows(len(levels)), LEAST_ROWS)
     indices, quantizer = indices_of(levels, states, segment)
-    low, order, symbols = entropy.to_symbols(indices)
+    low, order, symbols = to_symbols(indices)
     quiet = quiet_columns(levels)
     plan, total_bits, _ = _best(symbols, len(order), quantizer, quiet)
     frequencies = plan.tables(total_bits)
@@ -66,9 +67,9 @@ def encode(codes: Codes, states: int, split: int = 0) -> bytes:
 
 def estimated_bytes(codes: Codes, states: int, split: int = 0) -> int:
     """Length of `encode`'s stream, within 16 bytes, without encoding anything."""
-    levels = entropy.to_view(codes, split).astype(np.int32)
+    levels = to_view(codes, split).astype(np.int32)
     indices, quantizer = indices_of(levels, states, segment_rows(len(levels)))
-    low, order, symbols = entropy.to_symbols(indices)
+    low, order, symbols = to_symbols(indices)
     _, total_bits, bits = _best(symbols, len(order), quantizer, quiet_columns(levels))
     header = Header(total_bits, low, len(order), 1, 1, split)
     return len(write_header(header)) + _SEGMENT.size + int(bits) // 8 + 4
@@ -100,11 +101,11 @@ def decode(data: bytes, rows: int, columns: int, states: int) -> NDArray[np.int3
     row_class = entropy.pop(coder, height, of_rows)
     column = entropy.pop(coder, rows * columns // height, of_columns)
     classing, quiet = Classing(row_class, column >> 1), column & 1 == 0
-    order = entropy.code_order(header.low, header.symbols)
+    order = code_order(header.low, header.symbols)
     levels = _pop_paths(coder, classing, quiet, models, order, states, segment)
     if not coder.is_empty():
         raise FormatError("an entropy-coded message is longer than its codes")
-    return entropy.from_view(levels, header.split, rows)
+    return from_view(levels, header.split, rows)
 
 
 def _pop_paths(
@@ -148,25 +149,18 @@ def _by_model(models: NDArray[np.uint8]) -> tuple[Integers, list[int]]:
     return np.argsort(models.ravel(), kind="stable"), np.bincount(models.ravel()).tolist()
 
 
-def _best(symbols: Symbols, size: int, quantizer: Integers, quiet: Flags) -> tuple[entropy.Plan, int, float]:
+def _best(symbols: Symbols, size: int, quantizer: Integers, quiet: Flags) -> tuple[Plan, int, float]:
     """The shortest plan found, its total, and its bits without the header."""
-    joint = symbols.astype(np.uint32) + quantizer * np.uint32(size)
-    choices = [
-        (plan.bits(total_bits), number, total_bits, plan)
-        for number, plan in enumerate(_plans(symbols, joint, size, quiet))
-        for total_bits in entropy.TOTALS
-        if plan.fits(total_bits)
-    ]
-    bits, _, total_bits, plan = min(choices, key=lambda choice: choice[:3])
-    return plan, total_bits, bits
+    joint = symbols + quantizer * np.int32(size)
+    return shortest(_plans(symbols, joint, size, quiet))
 
 
-def _plans(symbols: Symbols, joint: Symbols, size: int, quiet: Flags) -> Iterator[entropy.Plan]:
+def _plans(symbols: Symbols, joint: Integers, size: int, quiet: Flags) -> Iterator[Plan]:
     """One class, and classes of rows and columns; each has one table per quantizer."""
-    both = fit_classes(symbols, 0.25 if symbols.size >= entropy.MANY_CODES else 0.5)
+    both = fit_both(sample(symbols, size), class_width(symbols.size))
     for classing in (one_class(*symbols.shape), both):
         counts = class_counts(joint, classing, 2 * size).reshape(-1, size)
         width = 2 * (int(classing.columns.max()) + 1)
         of_columns = np.bincount(2 * classing.columns + ~quiet, minlength=width)
         of_columns[-1] = max(of_columns[-1], 1)  # a table ends with a symbol that has a frequency
-        yield entropy.Plan(0, classing, [np.bincount(classing.rows)[None], of_columns[None], counts])
+        yield Plan(0, classing, [np.bincount(classing.rows)[None], of_columns[None], counts])

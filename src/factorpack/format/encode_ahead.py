@@ -1,0 +1,103 @@
+"""Tensors' rows and streams in order, encoded by threads in advance."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
+
+from factorpack.errors import FormatError
+from factorpack.format.container import stored
+from factorpack.format.schema import TensorRow
+from factorpack.record import Encoded
+
+_MOST_TENSORS, _MOST_NUMEL = 8, 1 << 23
+"""Tensors that wait, and their elements, per thread: encoding takes about five bytes per element."""
+
+Stored = tuple[TensorRow, bytes]
+
+
+class Streams:
+    """Streams that have been made once, for a caller who measures a file before writing it.
+
+    The last one of each name is held, with the very `Encoded` it was made from: no other one matches it.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[Encoded, Stored]] = {}
+
+    def find(self, name: str, encoded: Encoded) -> Stored | None:
+        held = self._held.get(name)
+        return held[1] if held is not None and held[0] is encoded else None
+
+    def keep(self, name: str, encoded: Encoded, made: Stored) -> None:
+        self._held[name] = encoded, made
+
+
+def encode_ahead(
+    tensors: Iterable[tuple[str, Encoded]], threads: int, streams: Streams | None = None
+) -> Iterator[Stored]:
+    """`stored` of each tensor; what `streams` has is not encoded again, and what it lacks is added.
+
+    The bytes do not depend on the number of threads. An error names its tensor, and is raised when that
+    tensor's turn comes.
+    """
+    known = streams or Streams()
+    if threads < 2:
+        for name, encoded in tensors:
+            made = known.find(name, encoded) or _stored(name, encoded, None)
+            if streams is not None:
+                streams.keep(name, encoded, made)
+            yield made
+        return
+    # A task of the first pool waits for tasks of the second, which wait for none.
+    with ThreadPoolExecutor(threads) as tasks, ThreadPoolExecutor(threads) as chunks:
+        waiting: deque[tuple[str, Encoded, Future[Stored]]] = deque()
+        try:
+            for name, encoded in tensors:
+                while waiting and _is_enough([*(each for _, each, _ in waiting), encoded], threads):
+                    yield _first(waiting, streams)
+                waiting.append((name, encoded, _start(name, encoded, known, tasks, chunks)))
+            while waiting:
+                yield _first(waiting, streams)
+        finally:
+            for _, _, future in waiting:
+                future.cancel()
+
+
+def _is_enough(tensors: list[Encoded], threads: int) -> bool:
+    many = sum(each.numel for each in tensors) > _MOST_NUMEL * threads
+    return many or len(tensors) > _MOST_TENSORS * threads
+
+
+def _start(name: str, encoded: Encoded, known: Streams, tasks: Executor, chunks: Executor) -> Future[Stored]:
+    made = known.find(name, encoded)
+    if made is None:
+        return tasks.submit(_stored, name, _on_cpu(encoded), chunks)
+    done: Future[Stored] = Future()
+    done.set_result(made)
+    return done
+
+
+def _first(waiting: deque[tuple[str, Encoded, Future[Stored]]], streams: Streams | None) -> Stored:
+    name, encoded, future = waiting.popleft()
+    made = future.result()
+    if streams is not None:
+        streams.keep(name, encoded, made)
+    return made
+
+
+def _on_cpu(encoded: Encoded) -> Encoded:
+    """The same in host memory, copied on the caller's own CUDA stream: another thread's would not wait for it."""
+    if all(part.device.type == "cpu" for part in encoded.parts.values()):
+        return encoded
+    return replace(encoded, parts={name: part.cpu() for name, part in encoded.parts.items()})
+
+
+def _stored(name: str, encoded: Encoded, pool: Executor | None) -> Stored:
+    try:
+        return stored(name, encoded, pool)
+    except FormatError as error:
+        error.add_note(f"while writing tensor {name!r}")
+        raise
