@@ -428,7 +428,8 @@ def moments_by_hand(net: Net, name: str, inputs: Tensor, originals: Tensor | Non
     layer = net.get_submodule(name)
     u = unfold_inputs(layer, inputs.double())
     v = u if originals is None else unfold_inputs(layer, originals.double())
-    cross = None if originals is None else v.transpose(1, 2) @ u / u.shape[1]
+    outputs = v @ layer.weight.detach().double().reshape(len(v), -1, v.shape[2]).transpose(1, 2)
+    cross = None if originals is None else outputs.transpose(1, 2) @ u / u.shape[1]
     return LayerMoments(u.transpose(1, 2) @ u / u.shape[1], u.mean(1), cross, v.mean(1))
 
 
@@ -499,6 +500,9 @@ def test_many_positions_are_drawn_from_each_batch(monkeypatch: pytest.MonkeyPatc
     assert calibration.rows_per_batch(net, "stem") == 16 * 27 / 4
     monkeypatch.setitem(Calibration.rows_per_batch.__globals__, "ENOUGH_ROWS", 1000)
     assert calibration.rows_per_batch(net, "stem") == 1000 / 4
+    assert calibration.rows_per_batch(net, "stem", 0.5) == 1000 / 8
+    monkeypatch.setitem(Calibration.rows_per_batch.__globals__, "CHEAP_PRODUCTS", 800 * 27**2)
+    assert calibration.rows_per_batch(net, "stem") == 800 / 4
 
 
 @pytest.mark.parametrize("names", [["used", "unused"], ["unused"]], ids=str)

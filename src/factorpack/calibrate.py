@@ -28,8 +28,10 @@ from factorpack.record import LayerMoments, LayerSample
 from factorpack.segments import Segments
 from factorpack.solve.moments import MomentAccumulator
 
-ENOUGH_ROWS = 1 << 17
-"""Positions that suffice for the moments of a layer with few inputs."""
+ENOUGH_ROWS, ENOUGH_PER_INPUT = 1 << 17, 16
+"""Positions that suffice for the moments of a layer: in all, and for each of its inputs."""
+CHEAP_PRODUCTS = 1 << 35
+"""More positions than suffice for each input are used as long as their moments take fewer multiplications."""
 
 
 _LOGGER = logging.getLogger(__name__)
@@ -134,11 +136,13 @@ class Calibration:
                     running.add(mine, None if compressed is None else original_input)
         return {name: running.result() for name, running in gathered.items()}
 
-    def rows_per_batch(self, model: nn.Module, name: str) -> int:
-        """Positions to use per batch, so that all batches together cover a layer's K inputs well."""
+    def rows_per_batch(self, model: nn.Module, name: str, share: float = 1.0) -> int:
+        """Positions to use per batch, so that all batches together cover a `share` of a layer's K inputs well."""
         weight = model.get_submodule(name).weight
         assert isinstance(weight, Tensor)
-        return math.ceil(max(ENOUGH_ROWS, 16 * weight[0].numel()) / len(self.batches))
+        size = weight[0].numel()
+        rows = max(min(ENOUGH_ROWS, CHEAP_PRODUCTS // size**2), ENOUGH_PER_INPUT * size)
+        return math.ceil(share * rows / len(self.batches))
 
     def check_finite(self, name: str, model: nn.Module, finite: Tensor) -> None:
         """Raises an error that names the first layer with NaN or infinity where `name` has some."""

@@ -131,11 +131,11 @@ def _into_budget(
     request: BudgetRequest, ratio: float | None, max_bytes: int | None, max_loss: float | None
 ) -> Packed:
     if max_loss is not None:
-        tensors, curves = compress_to_loss(request, max_loss)
+        found = compress_to_loss(request, max_loss)
     else:
-        tensors, curves = compress_to_bytes(request, budget_bytes(request.source, ratio, max_bytes))
-    packed = Packed(tensors, request.source.aliases)
-    packed.curves = curves
+        found = compress_to_bytes(request, budget_bytes(request.source, ratio, max_bytes))
+    packed = Packed(found.tensors, request.source.aliases, streams=found.streams)
+    packed.curves = found.curves
     return packed
 
 

@@ -111,19 +111,12 @@ class LayerMoments:
     mean: Tensor
     """E[u]: (groups, K)."""
     cross: Tensor | None
-    """E[u' u^T], where u' are the original network's inputs; None where they are the same."""
+    """E[W u' u^T], where u' are the original network's inputs and W the original weight: (groups, out/groups, K);
+    None where the inputs are the same."""
     original_mean: Tensor
     """E[u']: (groups, K)."""
     original_power: Tensor | None = None
     """E[(W u')^2], where W is the original weight: (groups, out/groups); None where the inputs are the same."""
-
-    def centred(self) -> LayerMoments:
-        """The moments about the mean, for a layer whose mean output is corrected afterwards."""
-        second = self.second - self.mean[:, :, None] * self.mean[:, None, :]
-        cross = self.cross
-        if cross is not None:
-            cross = cross - self.original_mean[:, :, None] * self.mean[:, None, :]
-        return replace(self, second=second, cross=cross)
 
 
 def weight_of(layer: str) -> str:

@@ -19,6 +19,8 @@ from factorpack.solve.moments import MomentAccumulator, has_moments, unfolding
 
 BORDER_BYTES = 8 << 30
 """Activations kept on a GPU; what is above goes to the CPU."""
+PLANNED_SHARE = 0.25
+"""Share of the positions that suffice to round a layer, for moments that are only planned on."""
 HOST_SHARE = 0.5
 """Share of the CPU's free memory for activations; a border that would take more is not kept."""
 
@@ -82,7 +84,10 @@ class Walk:
         return self._calibration.make_sample(layer, self._original, seen[-1], seen[0])
 
     def collect(self, layers: Sequence[str]) -> dict[str, LayerMoments]:
-        """Moments of layers that follow one another, of one network and in one pass, which moves it along."""
+        """Moments of layers that follow one another, of one network and in one pass, which moves it along.
+
+        They are for planning: fewer positions suffice.
+        """
         assert self._compressed is None
         once = [name for name in layers if self.segment_of(name) is not None]
         others = [name for name in layers if name not in set(once)]
@@ -171,16 +176,19 @@ class Walk:
             lambda model, batch: run_on(model, batch, segments, border, forms),
         )
 
-    def _accumulators(self, group: Sequence[str]) -> list[tuple[list[str], MomentAccumulator]]:
+    def _accumulators(
+        self, group: Sequence[str], share: float = 1.0
+    ) -> list[tuple[list[str], MomentAccumulator]]:
         """One accumulator for all layers of a group whose inputs unfold alike."""
         alike: dict[object, list[str]] = {}
         for name in group:
             alike.setdefault(unfolding(self._original.get_submodule(name)), []).append(name)
-        return [(names, self._accumulator(names)) for names in alike.values()]
+        return [(names, self._accumulator(names, share)) for names in alike.values()]
 
-    def _accumulator(self, names: Sequence[str]) -> MomentAccumulator:
+    def _accumulator(self, names: Sequence[str], share: float) -> MomentAccumulator:
         first, *others = (self._original.get_submodule(name) for name in names)
-        return MomentAccumulator(first, self._calibration.rows_per_batch(self._original, names[0]), others)
+        rows = self._calibration.rows_per_batch(self._original, names[0], share)
+        return MomentAccumulator(first, rows, others)
 
     def _gather(self, group: Sequence[str]) -> dict[str, LayerMoments]:
         """Moments of layers with one input: one run of each network up to the first of them."""
@@ -198,7 +206,7 @@ class Walk:
     def _pass_by(self, layers: Sequence[str]) -> dict[str, LayerMoments]:
         """Moments of all layers along one pass through their segments, to the start of the next."""
         groups = [group for group in map(self._group_within(layers), layers) if group]
-        running = {group[0]: self._accumulators(group) for group in groups}
+        running = {group[0]: self._accumulators(group, PLANNED_SHARE) for group in groups}
         finite: dict[str, list[Tensor]] = {name: [] for name in running}
         stop = self._next_stop(layers)
         borders: list[Border] = []

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import Executor
 
 import pytest
 import torch
 from torch import nn
 
 import factorpack as fp
-from factorpack.budget import sequential
 from factorpack.budget.goals import compress_to_bytes, original_bytes
 from factorpack.budget.planner import BudgetRequest, Planner
+from factorpack.format import encode_ahead
 from factorpack.methods import SecondOrder
 from factorpack.record import Encoded
 from factorpack.source import open_source
@@ -55,14 +56,14 @@ def test_only_the_weight_that_changed_is_coded_again(
     calibrated: bool, net: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coded: list[str] = []
-    real = sequential.stored
+    real = encode_ahead.stored
 
-    def stored(name: str, encoded: Encoded) -> object:
+    def stored(name: str, encoded: Encoded, pool: Executor | None = None) -> object:
         if encoded.bits:
             coded.append(name)
-        return real(name, encoded)
+        return real(name, encoded, pool)
 
-    monkeypatch.setattr(sequential, "stored", stored)
+    monkeypatch.setattr(encode_ahead, "stored", stored)
     monkeypatch.setattr("factorpack.budget.meet.LEAST", 0.9995)  # several tries to close the gap
     batches = [seeded(20, 3, 12, 12)] if calibrated else None
     fp.compress(net, max_bytes=9000, calibration=batches, progress=False)
@@ -76,6 +77,6 @@ def test_only_the_weight_that_changed_is_coded_again(
 def test_the_same_request_twice(net: nn.Module) -> None:
     request = BudgetRequest(open_source(net), net, [seeded(20, 3, 12, 12)], Planner(), {}, (), progress=False)
     size = original_bytes(request.source) // 9
-    (first, _), (second, _) = compress_to_bytes(request, size), compress_to_bytes(request, size)
+    first, second = (compress_to_bytes(request, size).tensors for _ in range(2))
     for name in first:
         assert_same_encoded(second[name], first[name])

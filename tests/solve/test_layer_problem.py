@@ -22,14 +22,18 @@ def mixed(samples: int, size: int, seed: int = 0, unit: float = 1.0) -> Tensor:
     return unit * seeded(samples, size, seed=seed) @ seeded(size, size, seed=seed + 1) / size**0.5
 
 
-def moments_of(inputs: Tensor, original: Tensor | None = None) -> LayerMoments:
-    """Of (groups, samples, K)."""
+def moments_of(inputs: Tensor, original: Tensor | None = None, rows: Tensor | None = None) -> LayerMoments:
+    """Of (groups, samples, K), for a weight of `rows` (out, K) where the original inputs were others."""
     before = inputs if original is None else original
     count = inputs.shape[1]
+    cross = None
+    if rows is not None:
+        outputs = before @ rows.reshape(len(inputs), -1, rows.shape[1]).transpose(1, 2)
+        cross = outputs.transpose(1, 2) @ inputs / count
     return LayerMoments(
         inputs.transpose(1, 2) @ inputs / count,
         inputs.mean(1),
-        None if original is None else before.transpose(1, 2) @ inputs / count,
+        cross,
         before.mean(1),
     )
 
@@ -168,7 +172,7 @@ def test_the_factor_is_that_of_the_turned_moments(groups: int) -> None:
 def test_inputs_that_have_not_changed_leave_the_weight_alone() -> None:
     inputs = mixed(600, 10)[None]
     rows = seeded(6, 10, seed=5)
-    posed = layer_problem(rows, moments_of(inputs, inputs.clone()))
+    posed = layer_problem(rows, moments_of(inputs, inputs.clone(), rows))
     assert_close(posed.latent[0], rows)
 
 
@@ -179,7 +183,7 @@ def test_a_linear_change_of_the_inputs_is_undone(groups: int) -> None:
     change = torch.eye(8) + 0.2 * seeded(groups, 8, 8, seed=20)
     inputs = original @ change.transpose(1, 2)
     rows = seeded(5 * groups, 8, seed=30)
-    posed = layer_problem(rows, moments_of(inputs, original), None, LITTLE)
+    posed = layer_problem(rows, moments_of(inputs, original, rows), None, LITTLE)
     split = rows.reshape(groups, 5, 8)
     wanted = original @ split.transpose(1, 2)
     assert relative_error(inputs @ posed.latent.transpose(1, 2), wanted) < 1e-3
@@ -191,7 +195,7 @@ def test_the_adapted_weight_answers_noisy_inputs_best() -> None:
     original = seeded(1, 600, 6)
     inputs = original + 0.5 * seeded(1, 600, 6, seed=1)
     rows = seeded(3, 6, seed=2)
-    latent = layer_problem(rows, moments_of(inputs, original), None, LITTLE).latent[0]
+    latent = layer_problem(rows, moments_of(inputs, original, rows), None, LITTLE).latent[0]
     expected = torch.linalg.lstsq(inputs[0].double(), original[0].double() @ rows.double().T).solution.T
     assert relative_error(latent, expected) < 1e-4
 
@@ -200,7 +204,7 @@ def test_directions_the_inputs_do_not_show_keep_their_weight() -> None:
     original = seeded(1, 300, 6)
     original[:, :, 4:] = 0.0
     rows = seeded(3, 6, seed=2)
-    latent = layer_problem(rows, moments_of(1.5 * original, original), None, 1e-4).latent[0]
+    latent = layer_problem(rows, moments_of(1.5 * original, original, rows), None, 1e-4).latent[0]
     assert_close(latent[:, 4:], rows[:, 4:])
     assert relative_error(latent[:, :4], rows[:, :4] / 1.5) < 1e-3
 

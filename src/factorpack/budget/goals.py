@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from math import sqrt
+from typing import NamedTuple
 
 from torch import nn
 
@@ -19,6 +20,7 @@ from factorpack.budget.sequential import SequentialCoder
 from factorpack.budget.tensors import Tensors, split_tensors
 from factorpack.calibrate import Calibration, calibrate
 from factorpack.errors import PlanError
+from factorpack.format.encode_ahead import Streams
 from factorpack.methods.settings import check_type
 from factorpack.record import Encoded
 from factorpack.size import fp32_bytes
@@ -26,8 +28,13 @@ from factorpack.source import Source
 
 FIRST_RATIO, RATIOS, LOSS_TRIES = 16.0, (2.0, 128.0), 5
 
-Compressed = tuple[Mapping[str, Encoded], Mapping[str, Curve]]
-"""Tensors, and the curves they were planned on."""
+
+class Compressed(NamedTuple):
+    """Tensors, the curves they were planned on, and the streams they were measured by."""
+
+    tensors: Mapping[str, Encoded]
+    curves: Mapping[str, Curve]
+    streams: Streams
 
 
 def compress_to_bytes(request: BudgetRequest, max_bytes: int) -> Compressed:
@@ -58,7 +65,7 @@ def compress_to_loss(request: BudgetRequest, max_loss: float) -> Compressed:
         for _ in range(LOSS_TRIES):
             try:
                 found = _meet_bytes(request, tensors, knowledge, int(original / ratio))
-                loss = measure_divergence(request.model, found[0], request.source.aliases, held_out)
+                loss = measure_divergence(request.model, found.tensors, request.source.aliases, held_out)
             except PlanError:  # smaller than headers allow
                 loss = float("inf")
             if loss <= max_loss:
@@ -78,7 +85,8 @@ def _meet_bytes(request: BudgetRequest, tensors: Tensors, knowledge: Knowledge, 
     bits = tensors.bits_per_weight(max_bytes - overhead)
     curves = find_curves(tensors, knowledge, bits, request.curves, request.progress)
     coder = SequentialCoder(tensors, knowledge, request.progress)
-    return meet_size(coder, curves, request.planner, max_bytes, overhead), curves
+    tensors_in_file = meet_size(coder, curves, request.planner, max_bytes, overhead)
+    return Compressed(tensors_in_file, curves, coder.streams)
 
 
 def check_max_bytes(max_bytes: int) -> None:

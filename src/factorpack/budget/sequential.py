@@ -14,9 +14,8 @@ from factorpack.budget.norms import correct_outputs
 from factorpack.budget.tensors import Tensors, zero_of
 from factorpack.decoding import decode
 from factorpack.errors import while_compressing
-from factorpack.format.container import stored
-from factorpack.format.packed_file import bytes_of
-from factorpack.format.schema import TensorRow
+from factorpack.format.encode_ahead import Streams
+from factorpack.format.packed_file import bytes_of, rows_of
 from factorpack.methods import SecondOrder
 from factorpack.progress import Progress
 from factorpack.record import Encoded, LayerMoments
@@ -43,7 +42,8 @@ class SequentialCoder:
         self.order = knowledge.order(tensors.coded)
         self._done: dict[str, _Done] = {}
         self._compressed: nn.Module | None = None
-        self._rows: dict[str, tuple[Encoded, TensorRow]] = {}
+        self.streams = Streams()
+        """What was encoded to measure the file, for whoever writes it."""
 
     def encode(
         self, methods: Mapping[str, SecondOrder], planned: Mapping[str, float], aim: float, closer: str
@@ -87,14 +87,7 @@ class SequentialCoder:
     def measure(self) -> tuple[int, dict[str, Encoded]]:
         coded = {name: done.encoded for name, done in self._done.items()}
         tensors = self._tensors.join(coded, self._compressed)
-        rows = [self._row(name, encoded) for name, encoded in tensors.items()]
-        return bytes_of(rows, self._tensors.source.aliases), tensors
-
-    def _row(self, name: str, encoded: Encoded) -> TensorRow:
-        """How a tensor is stored; only one that has changed is coded again."""
-        if name not in self._rows or self._rows[name][0] is not encoded:
-            self._rows[name] = encoded, stored(name, encoded)[0]
-        return self._rows[name][1]
+        return bytes_of(rows_of(tensors, self.streams), self._tensors.source.aliases), tensors
 
     def _copy_of_model(self) -> nn.Module | None:
         """A copy of the model to compress layer by layer, with the caller's own methods applied."""

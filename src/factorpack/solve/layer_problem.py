@@ -120,7 +120,7 @@ def layer_problem(
 ) -> LayerProblem:
     """The rounding problem of a weight (out, K): its best latent is W H B (H')^-1, with H' = B^T H B.
 
-    If compression has changed the layer's inputs, W is first replaced by W E[u' u^T] H^-1, which best
+    If compression has changed the layer's inputs, W is first replaced by E[W u' u^T] H^-1, which best
     reproduces the original outputs on the new inputs.
     """
     if moments is None:
@@ -171,12 +171,13 @@ def _square_roots(like: Tensor, moments: LayerMoments | None) -> tuple[Tensor, T
 
 
 def _adapt_to_inputs(rows: Tensor, second: Tensor, cross: Tensor, damping: float) -> Tensor:
-    """W (M + r I)(H + r I)^-1: the ridge leaves W unchanged in directions without input."""
+    """(M + r W)(H + r I)^-1, with M = E[W u' u^T]: the ridge leaves W unchanged in directions without input."""
     level = damping * ridge(second)
     lower, failed = torch.linalg.cholesky_ex(second + level)
     if failed.any():
         return rows
-    adapted: Tensor = torch.cholesky_solve((rows @ (cross + level)).transpose(1, 2), lower).transpose(1, 2)
+    wanted = cross + rows * level.diagonal(dim1=1, dim2=2)[:, None]
+    adapted: Tensor = torch.cholesky_solve(wanted.transpose(1, 2), lower).transpose(1, 2)
     return adapted
 
 

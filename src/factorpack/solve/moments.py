@@ -11,10 +11,12 @@ from torch.nn import functional
 from factorpack.record import LayerMoments
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LARGE, BLOCKS = 1024, 8
+"""Moments of at least LARGE inputs are computed in as many blocks, and mirrored."""
 
 
 def has_moments(layer: nn.Module) -> bool:
-    """Whether a layer's inputs can be unfold_inputs: it is linear or a plain convolution."""
+    """Whether a layer's inputs can be unfolded: it is linear or a plain convolution."""
     return isinstance(layer, (nn.Linear, *CONVOLUTIONS))
 
 
@@ -55,8 +57,11 @@ class MomentAccumulator:
     """Running sums over batches for one layer, and for others with the same inputs and the same `unfolding`."""
 
     def __init__(self, layer: nn.Module, max_rows: int, others: Sequence[nn.Module] = ()) -> None:
-        self._layer, self._others = layer, others
+        self._layers = (layer, *others)
         self._max_rows = max_rows
+        outputs = sum(_rows_of_weight(each, 1).shape[1] for each in self._layers)
+        # E[W u' u^T] as it is, or as W E[u' u^T], whichever is less work.
+        self._by_output = outputs < _rows_of_weight(layer, 1).shape[2]
         self._sums: list[Tensor] = []
         self._rows = 0
 
@@ -66,17 +71,18 @@ class MomentAccumulator:
         `of_original` are the layer's inputs in the uncompressed network.
         """
         seen = self._positions(inputs)
-        wanted = seen if of_original is None else self._positions(of_original)
-        parts = [seen.transpose(1, 2) @ seen, seen.sum(1)]
+        parts = [gram(seen), seen.sum(1)]
         if of_original is not None:
-            parts += [wanted.transpose(1, 2) @ seen, wanted.sum(1)]
-            parts += [_power(layer, wanted) for layer in (self._layer, *self._others)]
+            wanted = self._positions(of_original)
+            outputs = [wanted @ _rows_of_weight(each, len(wanted)).transpose(1, 2) for each in self._layers]
+            parts += [wanted.sum(1), *(each.square().sum(1) for each in outputs)]
+            parts += [each.transpose(1, 2) @ seen for each in (outputs if self._by_output else [wanted])]
         parts = [part.double() if part.dim() == 2 else part for part in parts]
         self._sums = parts if not self._sums else [a.add_(b) for a, b in zip(self._sums, parts, strict=True)]
         self._rows += seen.shape[1]
 
     def _positions(self, inputs: Tensor) -> Tensor:
-        rows = unfold_inputs(self._layer, inputs.float())
+        rows = unfold_inputs(self._layers[0], inputs.float())
         count = rows.shape[1]
         if count <= self._max_rows:
             return rows
@@ -88,17 +94,36 @@ class MomentAccumulator:
         return self.results()[0]
 
     def results(self) -> list[LayerMoments]:
-        """The moments of the layer and of the others; they share their tensors."""
+        """The moments of the layer and of the others; what depends on their inputs alone is the same tensor."""
         second, total, *original = (part / self._rows for part in self._sums)
-        cross, original_mean, *powers = original if original else (None, total)
-        mean, original_mean = total.float(), original_mean.float()
-        found = [power.float() for power in powers] if powers else [None] * (1 + len(self._others))
-        return [LayerMoments(second, mean, cross, original_mean, power) for power in found]
+        mean, count = total.float(), len(self._layers)
+        if not original:
+            return [LayerMoments(second, mean, None, mean)] * count
+        original_mean, powers, cross = original[0].float(), original[1 : 1 + count], original[1 + count :]
+        if not self._by_output:
+            cross = [_rows_of_weight(each, len(second)) @ cross[0] for each in self._layers]
+        return [
+            LayerMoments(second, mean, of_outputs, original_mean, power.float())
+            for of_outputs, power in zip(cross, powers, strict=True)
+        ]
 
 
-def _power(layer: nn.Module, rows: Tensor) -> Tensor:
-    """Squared outputs of a layer without bias, summed over rows: (groups, out/groups)."""
+def gram(rows: Tensor) -> Tensor:
+    """The sums u u^T of (groups, positions, K): of a large one only the blocks from the diagonal on are computed."""
+    size = rows.shape[2]
+    if size < LARGE:
+        return rows.transpose(1, 2) @ rows
+    found = rows.new_empty(len(rows), size, size)
+    width = -(-size // BLOCKS)
+    for start in range(0, size, width):
+        block = rows[:, :, start : start + width].transpose(1, 2) @ rows[:, :, start:]
+        found[:, start : start + width, start:] = block
+        found[:, start:, start : start + width] = block.transpose(1, 2)
+    return found
+
+
+def _rows_of_weight(layer: nn.Module, groups: int) -> Tensor:
+    """A layer's weight: (groups, out/groups, K)."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
-    split = weight.detach().float().reshape(len(rows), -1, rows.shape[2])
-    return (rows @ split.transpose(1, 2)).square().sum(1)
+    return weight.detach().float().reshape(groups, -1, weight[0].numel())
