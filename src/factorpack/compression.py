@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from factorpack.format.overwrite import check_output
 from factorpack.format.packed_file import write_packed
 from factorpack.methods import Method
 from factorpack.packed import Packed, load, save
-from factorpack.per_tensor import compress_per_tensor
+from factorpack.per_tensor import compress_per_tensor, work_folder
 from factorpack.planning.families import DEFAULT_METHOD, recipe_file, resolve_rules
 from factorpack.planning.rules import Choice
 from factorpack.progress import Progress
@@ -103,7 +105,8 @@ def compress(
             compress_to_bytes_over(engine, Path(to), source, request, wanted)
         return load(to)
     if request is not None:
-        return _saved(_into_budget(request, ratio, max_bytes, max_loss), to)
+        with work_folder(Path(to).absolute()) if to is not None else nullcontext() as parts:
+            return _saved(_into_budget(replace(request, parts=parts), ratio, max_bytes, max_loss), to)
     plan = rules.plan(opened)
     if model is not None and calibration is not None:
         encoded = dict(_encode_calibrated(model, opened, plan, calibration, sequential, progress))

@@ -69,10 +69,10 @@ class Walk:
         if not self._go_to(layer):
             return self._calibration.moments([layer], self._original, self._compressed)[layer]
         group = self._group(layer)
-        group = group[group.index(layer) :]
+        # All of them, even where some have been visited: sums are then the same wherever a run resumes.
         found = self._gather(group)
-        changes = self._changes_before(self._group(layer)[0])
-        self._kept |= {name: (changes, found[name]) for name in group[1:]}
+        changes = self._changes_before(group[0])
+        self._kept |= {name: (changes, found[name]) for name in group[group.index(layer) + 1 :]}
         return found[layer]
 
     def sample(self, layer: str) -> LayerSample:

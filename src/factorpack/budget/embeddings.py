@@ -25,7 +25,11 @@ def embedding_moments(
     cost = found.metric / rows
     for second, level in tied:
         cost = cost + level * second
-    size = len(cost)
     level = float(cost.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny))
-    nothing = torch.zeros(1, size, device=cost.device)
-    return LayerMoments((cost / level)[None], nothing, None, nothing), level
+    return row_moments((cost / level)[None]), level
+
+
+def row_moments(second: Tensor) -> LayerMoments:
+    """The cost of errors in rows, (1, D, D), as moments of inputs whose mean does not matter."""
+    nothing = torch.zeros(1, second.shape[-1], device=second.device)
+    return LayerMoments(second, nothing, None, nothing)

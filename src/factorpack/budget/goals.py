@@ -12,6 +12,7 @@ from torch import nn
 from factorpack.batches import evaluating
 from factorpack.budget.curves import Curve
 from factorpack.budget.divergence import measure_divergence
+from factorpack.budget.journal import Journal, open_journal
 from factorpack.budget.knowledge import Knowledge, learn
 from factorpack.budget.measured_curves import find_curves
 from factorpack.budget.meet import meet_size
@@ -42,8 +43,10 @@ def compress_to_bytes(request: BudgetRequest, max_bytes: int) -> Compressed:
     check_max_bytes(max_bytes)
     with _evaluating(request.model):
         tensors = split_tensors(request)
-        knowledge = learn(tensors, request.planner, _calibration(request))
-        return _meet_bytes(request, tensors, knowledge, max_bytes)
+        calibration = _calibration(request)
+        journal = open_journal(request.parts, tensors, request.planner, calibration)
+        knowledge = learn(tensors, request.planner, calibration, journal)
+        return _meet_bytes(request, tensors, knowledge, max_bytes, journal)
 
 
 def compress_to_loss(request: BudgetRequest, max_loss: float) -> Compressed:
@@ -58,13 +61,14 @@ def compress_to_loss(request: BudgetRequest, max_loss: float) -> Compressed:
         assert given is not None
         calibration, held_out = given.split(HELD_OUT_SHARE)
         tensors = split_tensors(request)
-        knowledge = learn(tensors, request.planner, calibration)
+        journal = open_journal(request.parts, tensors, request.planner, given).after("max_loss")
+        knowledge = learn(tensors, request.planner, calibration, journal)
         original = original_bytes(request.source)
         best: Compressed | None = None
         (low, high), ratio = RATIOS, FIRST_RATIO
         for _ in range(LOSS_TRIES):
             try:
-                found = _meet_bytes(request, tensors, knowledge, int(original / ratio))
+                found = _meet_bytes(request, tensors, knowledge, int(original / ratio), journal)
                 loss = measure_divergence(request.model, found.tensors, request.source.aliases, held_out)
             except PlanError:  # smaller than headers allow
                 loss = float("inf")
@@ -80,11 +84,13 @@ def compress_to_loss(request: BudgetRequest, max_loss: float) -> Compressed:
         return best
 
 
-def _meet_bytes(request: BudgetRequest, tensors: Tensors, knowledge: Knowledge, max_bytes: int) -> Compressed:
+def _meet_bytes(
+    request: BudgetRequest, tensors: Tensors, knowledge: Knowledge, max_bytes: int, journal: Journal
+) -> Compressed:
     overhead = tensors.overhead_bytes(max_bytes)
     bits = tensors.bits_per_weight(max_bytes - overhead)
-    curves = find_curves(tensors, knowledge, bits, request.curves, request.progress)
-    coder = SequentialCoder(tensors, knowledge, request.progress)
+    curves = find_curves(tensors, knowledge, bits, request.curves, request.progress, journal)
+    coder = SequentialCoder(tensors, knowledge, request.progress, journal)
     tensors_in_file = meet_size(coder, curves, request.planner, max_bytes, overhead)
     return Compressed(tensors_in_file, curves, coder.streams)
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from factorpack.budget.embeddings import embedding_moments
+from factorpack.batches import device_of
+from factorpack.budget.embeddings import embedding_moments, row_moments
+from factorpack.budget.journal import NOTHING_KEPT, Finished, Journal
 from factorpack.budget.norms import norms_after
 from factorpack.budget.planner import HELD_OUT_SHARE, Planner
 from factorpack.budget.sensitivity import measure_information
@@ -85,8 +87,10 @@ class Knowledge:
             yield group
 
 
-def learn(tensors: Tensors, planner: Planner, calibration: Calibration | None) -> Knowledge:
-    """Runs the model on the calibration data, forward and, for sensitivities, backward."""
+def learn(
+    tensors: Tensors, planner: Planner, calibration: Calibration | None, journal: Journal = NOTHING_KEPT
+) -> Knowledge:
+    """Runs the model on the calibration data, forward and, for sensitivities not in the journal, backward."""
     model = tensors.model
     if model is None or calibration is None:
         return Knowledge(planner, model)
@@ -103,8 +107,28 @@ def learn(tensors: Tensors, planner: Planner, calibration: Calibration | None) -
     sensitivity: dict[str, float] = {}
     row_costs: dict[str, LayerMoments] = {}
     if planner.equal_slope:
-        sensitivity, row_costs = _measure_sensitivities(model, calibration, tensors, layer_of)
+        sensitivity, row_costs = _find_sensitivities(model, calibration, tensors, layer_of, journal)
     return Knowledge(planner, model, calibration, held_out, layer_of, norm_of, sensitivity, row_costs)
+
+
+def _find_sensitivities(
+    model: nn.Module,
+    calibration: Calibration,
+    tensors: Tensors,
+    layer_of: Mapping[str, str],
+    journal: Journal,
+) -> tuple[dict[str, float], dict[str, LayerMoments]]:
+    """Sensitivities and the costs of rows: those of the run that is resumed, or measured."""
+    kept = journal.find("sensitivities")
+    if kept is not None:
+        device = device_of(model)
+        return dict(kept.document), {
+            name: row_moments(cost.to(device)) for name, cost in kept.tensors.items()
+        }
+    sensitivity, row_costs = _measure_sensitivities(model, calibration, tensors, layer_of)
+    costs = {name: moments.second for name, moments in row_costs.items()}
+    journal.keep("sensitivities", Finished(sensitivity, costs))
+    return sensitivity, row_costs
 
 
 def _measure_sensitivities(

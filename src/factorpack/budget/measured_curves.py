@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from torch import Tensor
 
 from factorpack.budget.candidates import choose_method, curve_of, encode_with_step
 from factorpack.budget.curves import Curve, allocate, fill_unknown, load_curves, save_curves
+from factorpack.budget.journal import NOTHING_KEPT, Finished, Journal
 from factorpack.budget.knowledge import Knowledge
+from factorpack.budget.planner import Planner
 from factorpack.budget.tensors import Tensors
 from factorpack.budget.trial import REFINEMENTS, SingleWeightTrial, correct_curve
 from factorpack.errors import while_compressing
@@ -28,20 +31,41 @@ Candidate = tuple[Weight, SecondOrder]
 
 
 def find_curves(
-    tensors: Tensors, knowledge: Knowledge, bits: float, file: Path | None, progress: bool
+    tensors: Tensors,
+    knowledge: Knowledge,
+    bits: float,
+    file: Path | None,
+    progress: bool,
+    journal: Journal = NOTHING_KEPT,
 ) -> dict[str, Curve]:
-    """A curve for every weight, about `bits` per weight, or those kept in a file."""
+    """A curve for every weight, about `bits` per weight, or those kept in a file or by the run that is resumed."""
     if file is None:
-        return measure_curves(tensors, knowledge, bits, progress)
+        return _resume_curves(tensors, knowledge, bits, progress, journal)
     fingerprint = _fingerprint(tensors, knowledge)
     kept = load_curves(file, fingerprint)
     if kept is None:
-        kept = measure_curves(tensors, knowledge, bits, progress)
+        kept = _resume_curves(tensors, knowledge, bits, progress, journal)
         save_curves(file, kept, fingerprint)
     return kept
 
 
-def measure_curves(tensors: Tensors, knowledge: Knowledge, bits: float, progress: bool) -> dict[str, Curve]:
+def _resume_curves(
+    tensors: Tensors, knowledge: Knowledge, bits: float, progress: bool, journal: Journal
+) -> dict[str, Curve]:
+    """All curves that the journal has, or measures those that it lacks."""
+    finished = journal.after("all curves", bits)
+    kept = finished.find("curves")
+    if kept is not None:
+        return {name: Curve(**fields) for name, fields in kept.document.items()}
+    curves = measure_curves(tensors, knowledge, bits, progress, journal.after("curve", bits))
+    finished.keep("curves", Finished({name: asdict(curve) for name, curve in curves.items()}))
+    return curves
+
+
+def measure_curves(
+    tensors: Tensors, knowledge: Knowledge, bits: float, progress: bool, journal: Journal = NOTHING_KEPT
+) -> dict[str, Curve]:
+    """Curves measured weight by weight, then refined; the journal has those that are finished."""
     refined = knowledge.model is not None and knowledge.held_out is not None and _fits(tensors, knowledge)
     curves: dict[str, Curve] = {}
     candidates: dict[str, Candidate] = {}
@@ -50,11 +74,12 @@ def measure_curves(tensors: Tensors, knowledge: Knowledge, bits: float, progress
             for name in names:
                 bar.show(name)
                 weight = knowledge.weight(tensors, name, moments.get(name))
-                with while_compressing(name):
-                    method = choose_method(weight, knowledge.planner, bits)
-                    curves[name] = curve_of(weight, method, bits)
+                curve = curves[name] = _find_curve(name, weight, knowledge.planner, bits, journal)
                 if refined and name in knowledge.sensitivity:
-                    candidates[name] = weight, method
+                    candidates[name] = (
+                        weight,
+                        knowledge.planner.method(tile=curve.tile, trellis=curve.trellis),
+                    )
                 bar.advance(name, weight.numel)
     curves = fill_unknown(curves, knowledge.sensitivity)
     if not refined:
@@ -62,7 +87,18 @@ def measure_curves(tensors: Tensors, knowledge: Knowledge, bits: float, progress
     assert knowledge.model is not None
     assert knowledge.held_out is not None
     trial = SingleWeightTrial(knowledge.model, knowledge.held_out)
-    return _refine(trial, curves, candidates, bits * tensors.numel / 8, knowledge.sensitivity, progress)
+    budget = bits * tensors.numel / 8
+    return _refine(trial, curves, candidates, budget, knowledge.sensitivity, progress, journal)
+
+
+def _find_curve(name: str, weight: Weight, planner: Planner, bits: float, journal: Journal) -> Curve:
+    kept = journal.find(name)
+    if kept is not None:
+        return Curve(**kept.document)
+    with while_compressing(name):
+        curve = curve_of(weight, choose_method(weight, planner, bits), bits)
+    journal.keep(name, Finished(asdict(curve)))
+    return curve
 
 
 def _fits(tensors: Tensors, knowledge: Knowledge) -> bool:
@@ -78,22 +114,35 @@ def _refine(
     budget: float,
     known: Mapping[str, float],
     progress: bool,
+    journal: Journal,
 ) -> dict[str, Curve]:
     """Curves corrected by what each weight alone does at the step planned for it, and planned again."""
     measured: dict[tuple[str, int], float] = {}
     with Progress("refining", REFINEMENTS * len(candidates), progress) as bar:
         for _ in range(REFINEMENTS):
             steps = allocate(curves, budget)
-            for name, (weight, method) in candidates.items():
+            for name, candidate in candidates.items():
                 bar.show(name)
                 place = curves[name].nearest(steps[name])
                 if (name, place) not in measured:
-                    encoded = encode_with_step(weight, method, curves[name].steps[place]).encoded
-                    measured[name, place] = trial.divergence(name, encoded)
+                    step = curves[name].steps[place]
+                    measured[name, place] = _find_divergence(trial, name, candidate, step, journal)
                 curves[name] = correct_curve(curves[name], place, measured[name, place])
                 bar.advance(name, 1)
             curves = fill_unknown(curves, known)
     return curves
+
+
+def _find_divergence(
+    trial: SingleWeightTrial, name: str, candidate: Candidate, step: float, journal: Journal
+) -> float:
+    finished = journal.after("divergence", step)
+    kept = finished.find(name)
+    if kept is None:
+        weight, method = candidate
+        kept = Finished({"nats": trial.divergence(name, encode_with_step(weight, method, step).encoded)})
+        finished.keep(name, kept)
+    return float(kept.document["nats"])
 
 
 def _fingerprint(tensors: Tensors, knowledge: Knowledge) -> str:

@@ -77,3 +77,5 @@ class BudgetRequest:
     curves: Path | None = None
     """A file to keep the curves in, so that another budget needs no planning."""
     progress: bool = True
+    parts: Path | None = None
+    """A folder for what is finished, so that a killed run resumes; None keeps nothing."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from factorpack.budget.candidates import encode_with_step, meet_bytes
+from factorpack.budget.journal import NOTHING_KEPT, Finished, Journal
 from factorpack.budget.knowledge import Knowledge
 from factorpack.budget.norms import correct_outputs
 from factorpack.budget.tensors import Tensors, zero_of
@@ -35,10 +36,13 @@ class _Done:
 
 
 class SequentialCoder:
-    """A `Coder` in this process."""
+    """A `Coder` in this process. What a killed run has left in the journal is not coded again."""
 
-    def __init__(self, tensors: Tensors, knowledge: Knowledge, progress: bool) -> None:
+    def __init__(
+        self, tensors: Tensors, knowledge: Knowledge, progress: bool, journal: Journal = NOTHING_KEPT
+    ) -> None:
         self._tensors, self._knowledge, self._progress = tensors, knowledge, progress
+        self._journal = journal
         self.order = knowledge.order(tensors.coded)
         self._done: dict[str, _Done] = {}
         self._compressed: nn.Module | None = None
@@ -51,11 +55,16 @@ class SequentialCoder:
         """Each weight in turn spends its share of the bytes that are left."""
         self._done, self._compressed, left = {}, self._copy_of_model(), aim
         walk = self._knowledge.walk(self._compressed)
+        journal = self._journal.after("codes", dict(methods), dict(planned), aim)
         with Progress("compressing", self._tensors.numel, self._progress) as bar:
             for name in self.order:
                 bar.show(name)
                 share = left / max(sum(planned[later] for later in planned if later not in self._done), 1.0)
-                done = self._encode(name, methods[name], planned[name] * share, walk)
+                done = self._resume(name, walk, journal, name == closer)
+                if done is None:
+                    done = self._encode(name, methods[name], planned[name] * share, walk)
+                    self._keep(name, done, journal)
+                journal = journal.after_finished(name)
                 left -= done.bytes
                 self._done[name] = done if name == closer else replace(done, weight=None, moments=None)
                 bar.advance(name, done.encoded.numel)
@@ -102,14 +111,40 @@ class SequentialCoder:
 
     def _encode(self, name: str, method: SecondOrder, aim: float, walk: Walk | None) -> _Done:
         """One weight at about `aim` bytes, put into the compressed network."""
-        layer = self._knowledge.layer_of.get(name)
-        moments = None if layer is None or walk is None else walk.moments(layer)
-        weight = self._knowledge.weight(self._tensors, name, moments)
+        weight, moments = self._weight(name, walk)
         assert method.step is not None
         with while_compressing(name):
             coded = meet_bytes(weight, method, method.step, aim)
         self._put(name, coded.encoded, weight.values, moments)
         return _Done(coded.encoded, coded.step, coded.bytes, weight, moments)
+
+    def _weight(self, name: str, walk: Walk | None) -> tuple[Weight, LayerMoments | None]:
+        """A weight, with the moments of its inputs in the network as compressed so far."""
+        layer = self._knowledge.layer_of.get(name)
+        moments = None if layer is None or walk is None else walk.moments(layer)
+        return self._knowledge.weight(self._tensors, name, moments), moments
+
+    def _resume(self, name: str, walk: Walk | None, journal: Journal, is_closer: bool) -> _Done | None:
+        """A weight that an earlier run has coded, put into the compressed network."""
+        kept = journal.find(name, self.streams)
+        if kept is None or kept.encoded is None:
+            return None
+        weight, moments = self._weight(name, walk) if is_closer else (None, None)
+        if self._compressed is not None:
+            state = self._compressed.state_dict()
+            for key, value in {name: decode(kept.encoded), **kept.tensors}.items():
+                state[key].copy_(value)
+        return _Done(kept.encoded, kept.document["step"], kept.document["bytes"], weight, moments)
+
+    def _keep(self, name: str, done: _Done, journal: Journal) -> None:
+        """Leaves a weight's codes, and what was corrected with it, for a run that resumes this one."""
+        state = {} if self._compressed is None else self._compressed.state_dict()
+        norm = self._knowledge.norm_of.get(self._knowledge.layer_of.get(name, ""))
+        keys = [f"{name.removesuffix('weight')}bias", f"{norm}.running_mean", f"{norm}.running_var"]
+        corrected = {key: state[key] for key in keys if key in state}
+        journal.keep(
+            name, Finished({"step": done.step, "bytes": done.bytes}, corrected, done.encoded), self.streams
+        )
 
     def _put(self, name: str, encoded: Encoded, before: Tensor, moments: LayerMoments | None) -> None:
         """Replaces a weight in the compressed network and restores its layer's mean output."""

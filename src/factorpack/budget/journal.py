@@ -1,0 +1,163 @@
+"""What a run has finished, in a folder beside its file: the same run, started again, takes it from there.
+
+Each finished piece of work is a packed file, under a name made of all that its content depends on. It is
+written whole or not at all, and its checksums are verified when it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from factorpack.budget.planner import Planner
+from factorpack.budget.tensors import Tensors
+from factorpack.calibrate import Calibration
+from factorpack.errors import FormatError
+from factorpack.format.container import Reader
+from factorpack.format.encode_ahead import Streams
+from factorpack.format.packed_file import write_packed
+from factorpack.format.streams import raw_bytes
+from factorpack.methods import Keep
+from factorpack.per_tensor import work_file_name
+from factorpack.record import Encoded
+from factorpack.source import Entry, file_fingerprint
+from factorpack.version import __version__
+from factorpack.weight import Weight
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Finished:
+    """What one piece of work found."""
+
+    document: Mapping[str, Any]
+    """Numbers and texts, as JSON holds them."""
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    encoded: Encoded | None = None
+    """A weight's codes."""
+
+
+class Journal:
+    """Keeps finished work in a folder and finds it again; without a folder it does neither."""
+
+    def __init__(self, folder: Path | None = None, mark: str = "") -> None:
+        """`mark` stands for all that the work depends on."""
+        self._folder, self._mark = folder, mark
+
+    def after(self, *depends_on: object) -> Journal:
+        """A journal of work that depends on more than the work in this one."""
+        return Journal(self._folder, work_file_name(self._mark, *depends_on))
+
+    def after_finished(self, name: str) -> Journal:
+        """A journal of work that depends on a finished piece of this one, byte for byte."""
+        if self._folder is None:
+            return self
+        return self.after(name, hashlib.sha256(self._file(self._folder, name).read_bytes()).hexdigest())
+
+    def find(self, name: str, streams: Streams | None = None) -> Finished | None:
+        """What an earlier run has finished; None, with a warning, where its file is damaged.
+
+        `streams` takes the stream of its codes, so that they are not encoded again.
+        """
+        if self._folder is None or not (file := self._file(self._folder, name)).exists():
+            return None
+        try:
+            return _read(Reader(file), name, streams)
+        except (FormatError, KeyError, ValueError) as error:
+            warnings.warn(f"{file} is damaged, so {name!r} is made again: {error}", stacklevel=2)
+            return None
+
+    def keep(self, name: str, finished: Finished, streams: Streams | None = None) -> None:
+        """Writes a finished piece of work; `streams` takes the streams that are made for it."""
+        if self._folder is None:
+            return
+        document = torch.frombuffer(bytearray(json.dumps(finished.document).encode()), dtype=torch.uint8)
+        kept = {_document_name(name): document} | {
+            _tensor_name(name, key): value for key, value in finished.tensors.items()
+        }
+        tensors = {key: Keep().encode(Weight(value)) for key, value in kept.items()}
+        if finished.encoded is not None:
+            tensors[name] = finished.encoded
+        write_packed(self._file(self._folder, name), tensors.items(), {}, streams)
+
+    def _file(self, folder: Path, name: str) -> Path:
+        return folder / work_file_name(self._mark, name)
+
+
+NOTHING_KEPT = Journal()
+
+
+def open_journal(
+    folder: Path | None, tensors: Tensors, planner: Planner, calibration: Calibration | None
+) -> Journal:
+    """The journal of a budget for these weights, this planner and these calibration data."""
+    if folder is None:
+        return NOTHING_KEPT
+    checksum = hashlib.sha256()
+    for each in _content(tensors, calibration):
+        checksum.update(each)
+    # The model's code cannot be compared, but its modules and their settings can.
+    modules = _ADDRESS.sub("", repr(tensors.model))
+    return Journal(folder).after(__version__, planner, modules, tensors.coded, checksum.hexdigest())
+
+
+def _content(tensors: Tensors, calibration: Calibration | None) -> Iterator[bytes]:
+    """The bytes of everything that is read; of a file on disk, only what tells whether it has changed."""
+    for file in sorted({entry.file for entry in tensors.source.entries.values() if entry.file is not None}):
+        yield file_fingerprint(file).encode()
+    for name, entry in tensors.source.entries.items():
+        yield from _entry_content(name, entry)
+    for name, encoded in tensors.fixed.items():
+        yield f"{name} {encoded.kind} {encoded.bits} {encoded.by_caller}".encode()
+        yield from map(raw_bytes, encoded.parts.values())
+    for batch in calibration.batches if calibration is not None else []:
+        yield from _batch_content(batch)
+
+
+def _entry_content(name: str, entry: Entry) -> Iterator[bytes]:
+    yield f"{name} {entry.dtype} {entry.shape}".encode()
+    if entry.file is None:
+        yield raw_bytes(entry.load())
+
+
+def _batch_content(batch: Any) -> Iterator[bytes]:
+    if isinstance(batch, Tensor):
+        yield f"{batch.dtype} {tuple(batch.shape)}".encode()
+        yield raw_bytes(batch)
+        return
+    for key, value in batch.items():
+        yield str(key).encode()
+        yield from _batch_content(value)
+
+
+def _read(reader: Reader, name: str, streams: Streams | None) -> Finished:
+    document = json.loads(raw_bytes(_kept(reader, _document_name(name))))
+    start = _tensor_name(name, "")
+    tensors = {key.removeprefix(start): _kept(reader, key) for key in reader if key.startswith(start)}
+    encoded = reader.get(name)
+    if encoded is not None and streams is not None:
+        streams.keep(name, encoded, (reader.rows[name], reader.stream(name).tobytes()))
+    return Finished(document, tensors, encoded)
+
+
+def _kept(reader: Reader, key: str) -> Tensor:
+    return reader[key].parts["values"]
+
+
+# Names in the file: the codes have the weight's own, so that their stream can be copied; no other begins so.
+def _document_name(name: str) -> str:
+    return f"{name}:document"
+
+
+def _tensor_name(name: str, key: str) -> str:
+    return f"{name}:tensor:{key}"
