@@ -85,6 +85,13 @@ def _compress(how: list[str], given: Path, out: Path) -> list[str]:
     return ["compress", str(given / "many.safetensors"), "-o", str(out / "packed.safetensors"), *how, *engine]
 
 
+def _calibrated(how: list[str], given: Path, out: Path) -> list[str]:
+    model = ["--model", "tests.commands.test_compress_budget:wide_net", "--image-size", "14"]
+    data = ["--calibration", str(given / "data" / "train")]
+    target = ["-o", str(out / "packed.safetensors")]
+    return ["compress", str(given / "wide.safetensors"), *target, *how, *model, *data]
+
+
 def _finetune(given: Path, out: Path) -> list[str]:
     reading = ["--data", str(given / "data"), "--image-size", "14", "--batch-size", "4", "--workers", "0"]
     how = ["--recipe", str(given / "recipe.toml"), "--model", "tests.tune.small_net:build"]
@@ -124,6 +131,8 @@ COMMANDS = {
         partial(_compress, ["--rank", "24", "--latent-bits", "4", "--set", "tile=32"]), Path.read_bytes
     ),
     "compress --ratio": Command(partial(_compress, ["--ratio", "12"]), Path.read_bytes),
+    "compress --ratio --calibration": Command(partial(_calibrated, ["--ratio", "12"]), Path.read_bytes),
+    "compress --max-loss": Command(partial(_calibrated, ["--max-loss", "0.01"]), Path.read_bytes),
     "finetune": Command(_finetune, Path.read_bytes),
     "compare": Command(_compare, _point),
 }

@@ -74,9 +74,11 @@ def compress(
 
     `to` is a file to write: with a method, or over an engine, no more than one tensor is then in memory at a
     time. An `engine` of `factorpack.engine` hands each tensor to a worker, which reads the checkpoint itself:
-    the source is then a path. Finished tensors wait in the folder `to`.parts, where the same call resumes if
-    it is killed. With a method the file is the same as without an engine; a budget is met from the weights
-    alone, and its file is the same for any number of workers.
+    the source is then a path. With a method the file is the same as without an engine; a budget is met from
+    the weights alone, and its file is the same for any number of workers.
+
+    What a budget or an engine has finished waits in the folder `to`.parts. If the call is killed, the same
+    call resumes from there, and on a CPU with as many threads it ends in the same bytes.
 
     >>> packed = compress(model, ratio=20, calibration=batches)  # doctest: +SKIP
     >>> packed = compress(model, QSPCA(rank=128, latent_bits=3, sparsity=0.2))  # doctest: +SKIP

@@ -96,7 +96,7 @@ def work_folder(path: Path) -> Iterator[Path]:
     """The folder `path`.parts, for one run at a time: removed when the block ends well, else kept for the next."""
     check_target(path)
     with locked(path):
-        folder = path.with_name(f"{path.name}.parts")
+        folder = parts_folder(path)
         folder.mkdir(exist_ok=True)
         try:
             yield folder
@@ -106,6 +106,11 @@ def work_folder(path: Path) -> Iterator[Path]:
         finally:
             with suppress(OSError):
                 folder.rmdir()
+
+
+def parts_folder(path: Path) -> Path:
+    """Where a run that writes `path` keeps what it has finished."""
+    return path.with_name(f"{path.name}.parts")
 
 
 def file_marks(opened: Source) -> dict[str, str]:

@@ -43,6 +43,9 @@ def compress_to_bytes(request: BudgetRequest, max_bytes: int) -> Compressed:
     check_max_bytes(max_bytes)
     with _evaluating(request.model):
         tensors = split_tensors(request)
+        tensors.overhead_bytes(
+            max_bytes
+        )  # a budget that cannot be met is refused before there is work to lose
         calibration = _calibration(request)
         journal = open_journal(request.parts, tensors, request.planner, calibration)
         knowledge = learn(tensors, request.planner, calibration, journal)

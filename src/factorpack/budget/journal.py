@@ -73,7 +73,7 @@ class Journal:
             return None
         try:
             return _read(Reader(file), name, streams)
-        except (FormatError, KeyError, ValueError) as error:
+        except FormatError as error:
             warnings.warn(f"{file} is damaged, so {name!r} is made again: {error}", stacklevel=2)
             return None
 
@@ -82,13 +82,14 @@ class Journal:
         if self._folder is None:
             return
         document = torch.frombuffer(bytearray(json.dumps(finished.document).encode()), dtype=torch.uint8)
-        kept = {_document_name(name): document} | {
+        file = self._file(self._folder, name)
+        kept = {_document_name(name, file): document} | {
             _tensor_name(name, key): value for key, value in finished.tensors.items()
         }
         tensors = {key: Keep().encode(Weight(value)) for key, value in kept.items()}
         if finished.encoded is not None:
             tensors[name] = finished.encoded
-        write_packed(self._file(self._folder, name), tensors.items(), {}, streams)
+        write_packed(file, tensors.items(), {}, streams)
 
     def _file(self, folder: Path, name: str) -> Path:
         return folder / work_file_name(self._mark, name)
@@ -141,7 +142,10 @@ def _batch_content(batch: Any) -> Iterator[bytes]:
 
 
 def _read(reader: Reader, name: str, streams: Streams | None) -> Finished:
-    document = json.loads(raw_bytes(_kept(reader, _document_name(name))))
+    key = _document_name(name, reader.path)
+    if key not in reader:
+        raise FormatError(f"it holds {sorted(reader)[:3]}, which is other work")
+    document = json.loads(raw_bytes(_kept(reader, key)))
     start = _tensor_name(name, "")
     tensors = {key.removeprefix(start): _kept(reader, key) for key in reader if key.startswith(start)}
     encoded = reader.get(name)
@@ -155,8 +159,9 @@ def _kept(reader: Reader, key: str) -> Tensor:
 
 
 # Names in the file: the codes have the weight's own, so that their stream can be copied; no other begins so.
-def _document_name(name: str) -> str:
-    return f"{name}:document"
+def _document_name(name: str, file: Path) -> str:
+    """With the name of its file, so that no other file is taken for it."""
+    return f"{name}:document:{file.stem}"
 
 
 def _tensor_name(name: str, key: str) -> str:

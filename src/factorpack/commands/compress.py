@@ -83,9 +83,10 @@ def compress(
     Every setting of a method can be given with --set KEY=VALUE, as often as needed; `factorpack methods` lists
     them with their defaults. --rank, --latent-bits, --sparsity and --bits are short for the usual ones.
 
-    With --engine each tensor is a task of its own, finished ones wait in OUTPUT.parts, and a method's file is
-    the same as without. A budget is then met from the weights alone: calibrated layers depend on each other,
-    which only one process can do.
+    What a budget, or an engine, has finished waits in OUTPUT.parts: if the command is killed, the same command
+    resumes from there. With --engine each tensor is a task of its own, and a method's file is the same as
+    without. A budget is then met from the weights alone: calibrated layers depend on each other, which only
+    one process can do.
 
     Examples:
 

@@ -22,6 +22,7 @@ from factorpack.hub.load import from_pretrained, tokenizer_of
 from factorpack.hub.save import write_folder
 from factorpack.hub.texts import line_batches, token_batches
 from factorpack.packed import Packed
+from factorpack.per_tensor import parts_folder
 from factorpack.planning.families import AUTO, DEFAULT_METHOD, NONE, named_recipe, recipe_file
 from factorpack.source import import_model, open_source
 from factorpack.tune.images import unlabelled_batches
@@ -111,9 +112,12 @@ class CompressRequest:
             return self._write(path, progress)
 
         folder = open_folder(self.source)
-        return write_folder(output, folder, _write_beside(output, write) if self.engine else write)
+        resumable = self.engine is not None or self.has_budget
+        return write_folder(output, folder, _write_beside(output, write) if resumable else write)
 
     def _write(self, path: Path, progress: bool) -> Packed:
+        if progress and parts_folder(path).is_dir():
+            print_line(f"resuming from what {parts_folder(path)} has")
         source, batches = self._model_and_batches()
         planned = self.has_budget and self.engine is None
         return compress(
