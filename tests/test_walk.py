@@ -87,6 +87,20 @@ def test_moments_along_the_way_are_those_of_whole_passes(
         change(compressed, layer)
 
 
+def test_a_walk_that_begins_anywhere_finds_the_same_bits() -> None:
+    """As a resumed run does, also amid layers that share their input, whose sums are made together."""
+    model = llama(2)
+    calibration = calibrate(model, [padded_tokens()])
+    layers = [name for name in calibration.order if has_moments(model.get_submodule(name))]
+    compressed = copy.deepcopy(model)
+    walk = Walk(calibration, model, compressed, layers)
+    for layer in layers:
+        found, begun = walk.moments(layer), Walk(calibration, model, compressed, layers).moments(layer)
+        for part in ("second", "mean", "cross", "original_mean", "original_power"):
+            assert_same_tensor(getattr(begun, part), getattr(found, part))
+        change(compressed, layer)
+
+
 @pytest.mark.parametrize("case", MODELS)
 @pytest.mark.parametrize(("size", "limit"), [(1, 1 << 40), (3, 1 << 40), (100, 1 << 40), (3, 0)])
 def test_moments_of_one_network_are_collected_in_passing(

@@ -13,7 +13,7 @@ from torch import nn
 import factorpack as fp
 from factorpack.errors import SourceError
 from factorpack.tune.images import unlabelled_batches
-from tests.commands.running import SIDE, failure, ok
+from tests.commands.running import SIDE, failure, invoke, ok
 from tests.helpers import seeded
 from tests.tune.small_net import write_images
 
@@ -75,6 +75,24 @@ def test_images_and_a_model_keep_the_outputs_closer(checkpoint: Path, folder: Pa
             float((fp.load(file).load_into(wide_net())(batches) - wanted).norm()) for file in (blind, seeing)
         ]
     assert errors[1] < 0.7 * errors[0]
+
+
+def test_a_killed_command_goes_on(
+    checkpoint: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, expected = tmp_path / "small.safetensors", tmp_path / "whole.safetensors"
+    how = ["--ratio", 16, "--model", MODEL, "--calibration", folder, "--image-size", SIDE]
+    assert "resuming" not in ok("compress", checkpoint, "-o", expected, *how)
+    with monkeypatch.context() as patched:
+        patched.setattr("factorpack.budget.goals.meet_size", None)  # fails once it has planned
+        assert invoke("compress", checkpoint, "-o", packed, *how).exit_code == 1
+    assert (tmp_path / "small.safetensors.parts").is_dir()
+    monkeypatch.setattr("factorpack.budget.measured_curves.choose_method", None)  # planning again would fail
+    said = ok("compress", checkpoint, "-o", packed, *how)
+    assert "resuming from what" in said
+    assert "small.safetensors.parts" in said.replace("\n", "")
+    assert packed.read_bytes() == expected.read_bytes()
+    assert not (tmp_path / "small.safetensors.parts").exists()
 
 
 def test_the_smallest_file_within_a_loss(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
