@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import factorpack as fp
-from factorpack.errors import SourceError
+from factorpack.errors import PlanError, SourceError
 from factorpack.hub.texts import evenly_spaced, line_batches, perplexity, token_batches, windows
 from tests.commands.running import printed, run
 from tests.hub.conftest import bert, save_llama, save_tokenizer
@@ -127,6 +127,25 @@ def test_a_language_model_on_the_command_line(
     assert found[1]["perplexity"] != found[0]["perplexity"]
     assert run(monkeypatch, "compress", folder, "-o", small, *options) == 2
     assert "already exists" in capsys.readouterr().err
+
+
+def test_a_killed_folder_goes_on(
+    transformers: Any, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_llama(transformers, tmp_path / "llama", tied=True, layers=1)
+    how = ("--ratio", 4, "--calibration", text, "--length", 16, "--samples", 8)
+
+    def fail(*_arguments: object) -> None:
+        raise PlanError("as if it were killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("factorpack.budget.goals.meet_size", fail)
+        assert run(monkeypatch, "compress", folder, "-o", tmp_path / "small", *how) == 2
+    assert (tmp_path / "small.packed.safetensors.parts").is_dir()
+    with monkeypatch.context() as patched:
+        patched.setattr("factorpack.budget.measured_curves.choose_method", None)  # planning again would fail
+        assert run(monkeypatch, "compress", folder, "-o", tmp_path / "small", *how) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {text.name, "llama", "small"}
 
 
 def test_a_folder_without_calibration_streams(
