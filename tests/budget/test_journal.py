@@ -51,20 +51,20 @@ class Watch:
         self.kept: list[str] = []
         self.found: list[str] = []
         self.stop_after: int | None = None
-        keep, find = Journal.keep, Journal.find
+        write, find = Journal._write, Journal.find
 
-        def watched_keep(mine: Journal, name: str, *more: Any) -> None:
-            if mine._folder is not None and len(self.kept) == self.stop_after:
+        def watched_write(mine: Journal, folder: Path, name: str, *more: Any) -> None:
+            if len(self.kept) == self.stop_after:
                 raise KeyboardInterrupt
-            keep(mine, name, *more)
-            self.kept += [name] if mine._folder is not None else []
+            write(mine, folder, name, *more)
+            self.kept.append(name)
 
         def watched_find(mine: Journal, name: str, *more: Any) -> Finished | None:
             found = find(mine, name, *more)
             self.found += [] if found is None else [name]
             return found
 
-        monkeypatch.setattr(Journal, "keep", watched_keep)
+        monkeypatch.setattr(Journal, "_write", watched_write)
         monkeypatch.setattr(Journal, "find", watched_find)
 
     def kill(self, stop_after: int, run: Callable[[], object]) -> None:
@@ -251,13 +251,34 @@ def test_what_is_kept_is_found(tmp_path: Path) -> None:
     assert found.find("w", again.encoded) == made.find("w", encoded)
     assert Journal(tmp_path).after("planner", 0.2).find("w") is None
     assert kept.find("v") is None
-    assert kept.after_finished("w").find("w") is None
+    assert Finished({"step": 0.1 + 0.2, "bytes": 7}, tensors, encoded).checksum() == again.checksum()
 
 
-def test_work_that_follows_depends_on_the_bytes(tmp_path: Path) -> None:
-    first = Journal(tmp_path)
-    first.keep("a", Finished({"step": 1.0}))
-    first.after_finished("a").keep("b", Finished({"step": 2.0}))
-    assert first.after_finished("a").find("b") is not None
-    first.keep("a", Finished({"step": 1.5}))
-    assert first.after_finished("a").find("b") is None
+def test_a_checksum_is_of_everything() -> None:
+    encoded = SecondOrder(step=0.1).encode(Weight(seeded(40, 24)))
+    other = SecondOrder(step=0.1).encode(Weight(seeded(40, 24, seed=1)))
+    found = [
+        Finished({"step": 0.1}),
+        Finished({"step": 0.2}),
+        Finished({"step": 0.1}, {"bias": seeded(3)}),
+        Finished({"step": 0.1}, {"bias": seeded(3, seed=1)}),
+        Finished({"step": 0.1}, {}, encoded),
+        Finished({"step": 0.1}, {}, other),
+    ]
+    assert len({each.checksum() for each in found}) == len(found)
+
+
+def test_what_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_arguments: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(journal, "write_packed", full)
+    with pytest.raises(OSError, match="no space left"):
+        compress(tmp_path / "out", small(), [SMALL])
+
+
+def test_a_network_may_change_once_its_tensors_are_kept() -> None:
+    bias = torch.zeros(3)
+    kept = Finished({}, {"bias": bias}).on_cpu()
+    bias.add_(1)
+    assert not kept.tensors["bias"].any()

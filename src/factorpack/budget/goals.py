@@ -47,9 +47,9 @@ def compress_to_bytes(request: BudgetRequest, max_bytes: int) -> Compressed:
             max_bytes
         )  # a budget that cannot be met is refused before there is work to lose
         calibration = _calibration(request)
-        journal = open_journal(request.parts, tensors, request.planner, calibration)
-        knowledge = learn(tensors, request.planner, calibration, journal)
-        return _meet_bytes(request, tensors, knowledge, max_bytes, journal)
+        with open_journal(request.parts, tensors, request.planner, calibration) as journal:
+            knowledge = learn(tensors, request.planner, calibration, journal)
+            return _meet_bytes(request, tensors, knowledge, max_bytes, journal)
 
 
 def compress_to_loss(request: BudgetRequest, max_loss: float) -> Compressed:
@@ -62,29 +62,37 @@ def compress_to_loss(request: BudgetRequest, max_loss: float) -> Compressed:
     with _evaluating(request.model):
         given = _calibration(request)
         assert given is not None
-        calibration, held_out = given.split(HELD_OUT_SHARE)
         tensors = split_tensors(request)
-        journal = open_journal(request.parts, tensors, request.planner, given).after("max_loss")
-        knowledge = learn(tensors, request.planner, calibration, journal)
-        original = original_bytes(request.source)
-        best: Compressed | None = None
-        (low, high), ratio = RATIOS, FIRST_RATIO
-        for _ in range(LOSS_TRIES):
-            try:
-                found = _meet_bytes(request, tensors, knowledge, int(original / ratio), journal)
-                loss = measure_divergence(request.model, found.tensors, request.source.aliases, held_out)
-            except PlanError:  # smaller than headers allow
-                loss = float("inf")
-            if loss <= max_loss:
-                low, best = ratio, found
-            else:
-                high = ratio
-            ratio = sqrt(low * high)
-        if best is None:
-            raise PlanError(
-                f"at {high:.3g} times smaller the predictions still diverge by more than {max_loss} nats"
-            )
-        return best
+        with open_journal(request.parts, tensors, request.planner, given) as journal:
+            return _search_loss(request, tensors, given, max_loss, journal.after("max_loss"))
+
+
+def _search_loss(
+    request: BudgetRequest, tensors: Tensors, given: Calibration, max_loss: float, journal: Journal
+) -> Compressed:
+    """Halves the range of ratios between one that is good enough and one that is not."""
+    assert request.model is not None
+    calibration, held_out = given.split(HELD_OUT_SHARE)
+    knowledge = learn(tensors, request.planner, calibration, journal)
+    original = original_bytes(request.source)
+    best: Compressed | None = None
+    (low, high), ratio = RATIOS, FIRST_RATIO
+    for _ in range(LOSS_TRIES):
+        try:
+            found = _meet_bytes(request, tensors, knowledge, int(original / ratio), journal)
+            loss = measure_divergence(request.model, found.tensors, request.source.aliases, held_out)
+        except PlanError:  # smaller than headers allow
+            loss = float("inf")
+        if loss <= max_loss:
+            low, best = ratio, found
+        else:
+            high = ratio
+        ratio = sqrt(low * high)
+    if best is None:
+        raise PlanError(
+            f"at {high:.3g} times smaller the predictions still diverge by more than {max_loss} nats"
+        )
+    return best
 
 
 def _meet_bytes(

@@ -10,7 +10,10 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from factorpack.budget.tensors import Tensors
 from factorpack.calibrate import Calibration
 from factorpack.errors import FormatError
 from factorpack.format.container import Reader
-from factorpack.format.encode_ahead import Streams
+from factorpack.format.encode_ahead import Streams, on_cpu
 from factorpack.format.packed_file import write_packed
 from factorpack.format.streams import raw_bytes
 from factorpack.methods import Keep
@@ -33,6 +36,8 @@ from factorpack.source import Entry, file_fingerprint
 from factorpack.version import __version__
 from factorpack.weight import Weight
 
+MOST_WAITING = 8
+"""Pieces of work that wait to be written; a killed run loses as many at most."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -46,23 +51,34 @@ class Finished:
     encoded: Encoded | None = None
     """A weight's codes."""
 
+    def on_cpu(self) -> Finished:
+        """The same in host memory; tensors are copied, since those of a network change later."""
+        tensors = {name: value.to("cpu", copy=True) for name, value in self.tensors.items()}
+        return Finished(self.document, tensors, None if self.encoded is None else on_cpu(self.encoded))
+
+    def checksum(self) -> str:
+        """Of all its values, for what depends on them."""
+        found = hashlib.sha256(json.dumps(self.document).encode())
+        parts = {} if self.encoded is None else self.encoded.parts
+        for value in [*self.tensors.values(), *parts.values()]:
+            found.update(raw_bytes(value))
+        return found.hexdigest()
+
 
 class Journal:
     """Keeps finished work in a folder and finds it again; without a folder it does neither."""
 
-    def __init__(self, folder: Path | None = None, mark: str = "") -> None:
-        """`mark` stands for all that the work depends on."""
-        self._folder, self._mark = folder, mark
+    def __init__(self, folder: Path | None = None, mark: str = "", writer: _Writer | None = None) -> None:
+        """`mark` stands for all that the work depends on. Without a writer, files are written at once."""
+        self._folder, self._mark, self._writer = folder, mark, writer
 
     def after(self, *depends_on: object) -> Journal:
         """A journal of work that depends on more than the work in this one."""
-        return Journal(self._folder, work_file_name(self._mark, *depends_on))
+        return Journal(self._folder, work_file_name(self._mark, *depends_on), self._writer)
 
-    def after_finished(self, name: str) -> Journal:
-        """A journal of work that depends on a finished piece of this one, byte for byte."""
-        if self._folder is None:
-            return self
-        return self.after(name, hashlib.sha256(self._file(self._folder, name).read_bytes()).hexdigest())
+    def after_finished(self, name: str, finished: Finished) -> Journal:
+        """A journal of work that depends on a finished piece, bit for bit."""
+        return self if self._folder is None else self.after(name, finished.checksum())
 
     def find(self, name: str, streams: Streams | None = None) -> Finished | None:
         """What an earlier run has finished; None, with a warning, where its file is damaged.
@@ -77,12 +93,23 @@ class Journal:
             warnings.warn(f"{file} is damaged, so {name!r} is made again: {error}", stacklevel=2)
             return None
 
-    def keep(self, name: str, finished: Finished, streams: Streams | None = None) -> None:
-        """Writes a finished piece of work; `streams` takes the streams that are made for it."""
+    def keep(self, name: str, finished: Finished, streams: Streams | None = None) -> Finished:
+        """Writes a finished piece of work and returns it as it was written, in host memory.
+
+        `streams` takes the streams that are made for it.
+        """
         if self._folder is None:
-            return
+            return finished
+        finished = finished.on_cpu()
+        if self._writer is None:
+            self._write(self._folder, name, finished, streams)
+        else:
+            self._writer.submit(self._write, self._folder, name, finished, streams)
+        return finished
+
+    def _write(self, folder: Path, name: str, finished: Finished, streams: Streams | None) -> None:
         document = torch.frombuffer(bytearray(json.dumps(finished.document).encode()), dtype=torch.uint8)
-        file = self._file(self._folder, name)
+        file = self._file(folder, name)
         kept = {_document_name(name, file): document} | {
             _tensor_name(name, key): value for key, value in finished.tensors.items()
         }
@@ -98,18 +125,44 @@ class Journal:
 NOTHING_KEPT = Journal()
 
 
+@contextmanager
 def open_journal(
     folder: Path | None, tensors: Tensors, planner: Planner, calibration: Calibration | None
-) -> Journal:
-    """The journal of a budget for these weights, this planner and these calibration data."""
+) -> Iterator[Journal]:
+    """The journal of a budget for these weights, this planner and these calibration data.
+
+    A thread writes what is kept while the caller goes on; all of it is written when the block ends.
+    """
     if folder is None:
-        return NOTHING_KEPT
+        yield NOTHING_KEPT
+        return
     checksum = hashlib.sha256()
     for each in _content(tensors, calibration):
         checksum.update(each)
     # The model's code cannot be compared, but its modules and their settings can.
     modules = _ADDRESS.sub("", repr(tensors.model))
-    return Journal(folder).after(__version__, planner, modules, tensors.coded, checksum.hexdigest())
+    depends_on = (__version__, planner, modules, tensors.coded, checksum.hexdigest())
+    with ThreadPoolExecutor(1) as pool:
+        writer = _Writer(pool)
+        yield Journal(folder, "", writer).after(*depends_on)
+        writer.finish()
+
+
+class _Writer:
+    """A thread that writes one file after the other; an error is raised when a later file is submitted."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._waiting: deque[Future[None]] = deque()
+
+    def submit(self, write: Callable[..., None], *arguments: object) -> None:
+        while len(self._waiting) >= MOST_WAITING or (self._waiting and self._waiting[0].done()):
+            self._waiting.popleft().result()
+        self._waiting.append(self._pool.submit(write, *arguments))
+
+    def finish(self) -> None:
+        while self._waiting:
+            self._waiting.popleft().result()
 
 
 def _content(tensors: Tensors, calibration: Calibration | None) -> Iterator[bytes]:

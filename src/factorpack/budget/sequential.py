@@ -60,11 +60,14 @@ class SequentialCoder:
             for name in self.order:
                 bar.show(name)
                 share = left / max(sum(planned[later] for later in planned if later not in self._done), 1.0)
-                done = self._resume(name, walk, journal, name == closer)
-                if done is None:
+                kept = journal.find(name, self.streams)
+                if kept is not None:
+                    done = self._resume(name, kept, walk, name == closer)
+                else:
                     done = self._encode(name, methods[name], planned[name] * share, walk)
-                    self._keep(name, done, journal)
-                journal = journal.after_finished(name)
+                    kept = journal.keep(name, self._finished(name, done), self.streams)
+                    done = replace(done, encoded=kept.encoded or done.encoded)
+                journal = journal.after_finished(name, kept)
                 left -= done.bytes
                 self._done[name] = done if name == closer else replace(done, weight=None, moments=None)
                 bar.advance(name, done.encoded.numel)
@@ -124,11 +127,9 @@ class SequentialCoder:
         moments = None if layer is None or walk is None else walk.moments(layer)
         return self._knowledge.weight(self._tensors, name, moments), moments
 
-    def _resume(self, name: str, walk: Walk | None, journal: Journal, is_closer: bool) -> _Done | None:
+    def _resume(self, name: str, kept: Finished, walk: Walk | None, is_closer: bool) -> _Done:
         """A weight that an earlier run has coded, put into the compressed network."""
-        kept = journal.find(name, self.streams)
-        if kept is None or kept.encoded is None:
-            return None
+        assert kept.encoded is not None
         weight, moments = self._weight(name, walk) if is_closer else (None, None)
         if self._compressed is not None:
             state = self._compressed.state_dict()
@@ -136,15 +137,13 @@ class SequentialCoder:
                 state[key].copy_(value)
         return _Done(kept.encoded, kept.document["step"], kept.document["bytes"], weight, moments)
 
-    def _keep(self, name: str, done: _Done, journal: Journal) -> None:
-        """Leaves a weight's codes, and what was corrected with it, for a run that resumes this one."""
+    def _finished(self, name: str, done: _Done) -> Finished:
+        """A weight's codes, and what was corrected with it, for a run that resumes this one."""
         state = {} if self._compressed is None else self._compressed.state_dict()
         norm = self._knowledge.norm_of.get(self._knowledge.layer_of.get(name, ""))
         keys = [f"{name.removesuffix('weight')}bias", f"{norm}.running_mean", f"{norm}.running_var"]
         corrected = {key: state[key] for key in keys if key in state}
-        journal.keep(
-            name, Finished({"step": done.step, "bytes": done.bytes}, corrected, done.encoded), self.streams
-        )
+        return Finished({"step": done.step, "bytes": done.bytes}, corrected, done.encoded)
 
     def _put(self, name: str, encoded: Encoded, before: Tensor, moments: LayerMoments | None) -> None:
         """Replaces a weight in the compressed network and restores its layer's mean output."""

@@ -74,7 +74,7 @@ def _is_enough(tensors: list[Encoded], threads: int) -> bool:
 def _start(name: str, encoded: Encoded, known: Streams, tasks: Executor, chunks: Executor) -> Future[Stored]:
     made = known.find(name, encoded)
     if made is None:
-        return tasks.submit(_stored, name, _on_cpu(encoded), chunks)
+        return tasks.submit(_stored, name, on_cpu(encoded), chunks)
     done: Future[Stored] = Future()
     done.set_result(made)
     return done
@@ -88,7 +88,7 @@ def _first(waiting: deque[tuple[str, Encoded, Future[Stored]]], streams: Streams
     return made
 
 
-def _on_cpu(encoded: Encoded) -> Encoded:
+def on_cpu(encoded: Encoded) -> Encoded:
     """The same in host memory, copied on the caller's own CUDA stream: another thread's would not wait for it."""
     if all(part.device.type == "cpu" for part in encoded.parts.values()):
         return encoded
