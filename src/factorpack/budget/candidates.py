@@ -21,6 +21,8 @@ from factorpack.weight import Weight
 
 TILES_WITHOUT_KERNEL = (16, 256)
 """Tiles tried beside none where there is no kernel to be one: a small one, and the paper's."""
+WEIGHTS_PER_ENTRY = 4000
+"""With as many weights for each entry of C, a basis over the kernel costs nothing and is not compared with none."""
 OCTAVES = (-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0)
 GAUSSIAN_BITS = 2.05
 """Entropy of a Gaussian rounded at a step of its own standard deviation, for fine steps: log2 sqrt(2 pi e)."""
@@ -167,6 +169,8 @@ def _finest_step(weight: Weight, method: SecondOrder) -> float:
 
 def _tiles(weight: Weight) -> list[int]:
     kernel = weight.values[0, 0].numel() if weight.values.dim() > 2 else 1
+    if kernel**2 * WEIGHTS_PER_ENTRY <= weight.numel and kernel > 1:
+        return [kernel]
     wanted = [1, kernel] if kernel > 1 else [1, *TILES_WITHOUT_KERNEL]
     # C must be cheap beside the codes, and a tile lie inside one filter.
     return [

@@ -16,6 +16,8 @@ from factorpack.solve.code_length import CodeLengths
 from factorpack.solve.trellis_search import TrellisLengths
 
 BLOCK = 128
+SOLVED = 256
+"""Triangular matrices of this size are inverted by solving."""
 NARROW = 8
 """Columns that are rounded one after the other without a product between them."""
 
@@ -43,9 +45,25 @@ def feedback_factor(second: Tensor, damping: float = 0.01) -> Tensor:
         lower, failed = torch.linalg.cholesky_ex((second + attempt * level).flip(-1, -2))
         if not failed.any():
             break
-    identity = torch.eye(second.shape[-1], dtype=second.dtype, device=second.device).expand_as(lower)
-    factor: Tensor = torch.linalg.solve_triangular(lower, identity, upper=False).flip(-1, -2)
-    return factor.contiguous()
+    return inverse_of_lower(lower).flip(-1, -2).contiguous()
+
+
+def inverse_of_lower(lower: Tensor) -> Tensor:
+    """The inverse of (batch, K, K) lower triangular matrices, by halves: a third of the work of solving for it.
+
+    [[A, 0], [C, D]]^-1 = [[A^-1, 0], [-D^-1 C A^-1, D^-1]].
+    """
+    size = lower.shape[-1]
+    if size <= SOLVED:
+        identity = torch.eye(size, dtype=lower.dtype, device=lower.device).expand_as(lower)
+        solved: Tensor = torch.linalg.solve_triangular(lower, identity, upper=False)
+        return solved
+    half = size // 2
+    first, last = inverse_of_lower(lower[:, :half, :half]), inverse_of_lower(lower[:, half:, half:])
+    found = torch.zeros_like(lower)
+    found[:, :half, :half], found[:, half:, half:] = first, last
+    found[:, half:, :half] = last @ (lower[:, half:, :half] @ first).neg_()
+    return found
 
 
 def ridge(second: Tensor) -> Tensor:
