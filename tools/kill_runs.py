@@ -125,7 +125,9 @@ COMMANDS = {
     ),
     "compress --ratio": Command(partial(_compress, ["--ratio", "12"]), Path.read_bytes),
     "finetune": Command(_finetune, Path.read_bytes),
-    "compare": Command(partial(_compare, "wide", "tests.commands.test_compress_budget:wide_net", "4,8"), _point),
+    "compare": Command(
+        partial(_compare, "wide", "tests.commands.test_compress_budget:wide_net", "4,8"), _point
+    ),
     "compare a small net": Command(partial(_compare, "small", "tests.tune.small_net:build", "1.9"), _point),
 }
 

@@ -74,7 +74,13 @@ def forked(rank: int, port: int, folder: Path) -> int:
         return child
     status = 1
     try:
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+        numbers = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": 2,
+            "LOCAL_WORLD_SIZE": 2,
+            "MASTER_PORT": port,
+        }
         os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in numbers.items()}
         main(folder)
         status = 0
@@ -100,4 +106,5 @@ if __name__ == "__main__":
     command_line("finetune")
     port = free_port()
     children = [forked(rank, port, Path(sys.argv[1])) for rank in range(2)]
-    sys.exit(any([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    sys.exit(any(codes))
