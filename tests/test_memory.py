@@ -13,7 +13,7 @@ import torch
 from factorpack.format.container import write_plain
 from tests.helpers import seeded
 
-COUNT, SIDE = 20, 1024
+COUNT, SIDE = 48, 1024
 TENSOR_BYTES = 4 * SIDE * SIDE
 CHECKPOINT_BYTES = COUNT * TENSOR_BYTES
 
