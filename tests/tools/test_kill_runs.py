@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_killed_commands_go_on_to_the_same_files(tmp_path: Path) -> None:
-    some = ["--kills", "6", "--in-a-row", "2", "--commands", "compress", "finetune", "compare"]
+    some = ["--kills", "6", "--in-a-row", "2", "--commands", "compress", "finetune", "compare a small net"]
     command = [sys.executable, "-m", "tools.kill_runs", *some, "--results", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.stdout, done.stderr
