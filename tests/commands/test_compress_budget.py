@@ -95,7 +95,7 @@ def test_curves_are_kept_and_used_again(
         assert curve["bytes"] == sorted(curve["bytes"], reverse=True)
     first = packed.read_bytes()
     with monkeypatch.context() as patched:
-        patched.setattr("factorpack.budget.measured_curves.choose_method", None)  # planning again would fail
+        patched.setattr("factorpack.budget.measured_curves.choose_methods", None)  # planning again would fail
         ok("compress", checkpoint, "-o", packed, "--ratio", 9, "--curves", curves)
         assert packed.read_bytes() == first
         ok("compress", checkpoint, "-o", packed, "--ratio", 30, "--curves", curves)

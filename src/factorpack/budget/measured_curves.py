@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
-from factorpack.budget.candidates import choose_method, curve_of, encode_with_step
+from factorpack.budget.candidates import choose_methods, curves_of, encode_with_step
 from factorpack.budget.curves import Curve, allocate, fill_unknown, load_curves, save_curves
 from factorpack.budget.knowledge import Knowledge
 from factorpack.budget.tensors import Tensors
@@ -20,6 +20,8 @@ from factorpack.methods import SecondOrder
 from factorpack.progress import Progress
 from factorpack.weight import Weight
 
+TOGETHER = 1 << 24
+"""Elements of weights and their inputs' moments that are planned at once."""
 KEPT_BYTES = 4 << 30
 """Plans are corrected where all weights, ready to be rounded again, fit into this much memory."""
 
@@ -47,15 +49,18 @@ def measure_curves(tensors: Tensors, knowledge: Knowledge, bits: float, progress
     candidates: dict[str, Candidate] = {}
     with Progress("planning", tensors.numel, progress) as bar:
         for names, moments in knowledge.original_moments(tensors):
-            for name in names:
-                bar.show(name)
-                weight = knowledge.weight(tensors, name, moments.get(name))
-                with while_compressing(name):
-                    method = choose_method(weight, knowledge.planner, bits)
-                    curves[name] = curve_of(weight, method, bits)
-                if refined and name in knowledge.sensitivity:
-                    candidates[name] = weight, method
-                bar.advance(name, weight.numel)
+            for some in _alike(names, tensors):
+                bar.show(some[0])
+                weights = [knowledge.weight(tensors, name, moments.get(name)) for name in some]
+                for name, weight in zip(some, weights, strict=True):
+                    with while_compressing(name):
+                        weight.finite()
+                methods = choose_methods(weights, knowledge.planner, bits)
+                curves |= zip(some, curves_of(weights, methods, bits), strict=True)
+                for name, weight, method in zip(some, weights, methods, strict=True):
+                    if refined and name in knowledge.sensitivity:
+                        candidates[name] = weight, method
+                    bar.advance(name, weight.numel)
     curves = fill_unknown(curves, knowledge.sensitivity)
     if not refined:
         return curves
@@ -63,6 +68,18 @@ def measure_curves(tensors: Tensors, knowledge: Knowledge, bits: float, progress
     assert knowledge.held_out is not None
     trial = SingleWeightTrial(knowledge.model, knowledge.held_out)
     return _refine(trial, curves, candidates, bits * tensors.numel / 8, knowledge.sensitivity, progress)
+
+
+def _alike(names: Sequence[str], tensors: Tensors) -> list[list[str]]:
+    """Weights of one shape, which are planned together, as many as take no more memory than the largest weight may."""
+    entries, groups = tensors.source.entries, []
+    by_shape: dict[tuple[int, ...], list[str]] = {}
+    for name in names:
+        by_shape.setdefault(entries[name].shape, []).append(name)
+    for shape, alike in by_shape.items():
+        at_once = max(1, TOGETHER // (math.prod(shape) + math.prod(shape[1:]) ** 2))
+        groups += [alike[start : start + at_once] for start in range(0, len(alike), at_once)]
+    return groups
 
 
 def _fits(tensors: Tensors, knowledge: Knowledge) -> bool:
