@@ -30,7 +30,7 @@ OCTAVES = (-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0)
 GAUSSIAN_BITS = 2.05
 """Entropy of a Gaussian rounded at a step of its own standard deviation, for fine steps: log2 sqrt(2 pi e)."""
 VALUES_AT_ONCE = 1 << 24
-PLANNED_VALUES = 1 << 19
+PLANNED_VALUES = 1 << 18
 """Values of a weight that plans are made on: rows are alike, so a large weight needs only some of them."""
 
 
