@@ -22,6 +22,9 @@ from factorpack.record import Encoded, LayerMoments
 from factorpack.walk import Walk
 from factorpack.weight import Weight
 
+LARGE = 0.02
+"""A weight with a larger share of the bytes is encoded for the file as soon as it has its codes."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Done:
@@ -56,7 +59,8 @@ class SequentialCoder:
                 bar.show(name)
                 share = left / max(sum(planned[later] for later in planned if later not in self._done), 1.0)
                 done = self._encode(name, methods[name], planned[name] * share, walk)
-                left -= done.bytes
+                # What a large weight's estimate is wrong by, all later weights make up for.
+                left -= self._stored_bytes(name, done) if planned[name] >= LARGE * aim else done.bytes
                 self._done[name] = done if name == closer else replace(done, weight=None, moments=None)
                 bar.advance(name, done.encoded.numel)
 
@@ -88,6 +92,10 @@ class SequentialCoder:
         coded = {name: done.encoded for name, done in self._done.items()}
         tensors = self._tensors.join(coded, self._compressed)
         return bytes_of(rows_of(tensors, self.streams), self._tensors.source.aliases), tensors
+
+    def _stored_bytes(self, name: str, done: _Done) -> int:
+        (row,) = rows_of({name: done.encoded}, self.streams)
+        return sum(part.stored_bytes for part in row.parts.values())
 
     def _copy_of_model(self) -> nn.Module | None:
         """A copy of the model to compress layer by layer, with the caller's own methods applied."""
