@@ -25,7 +25,7 @@ def prepare(folder: Path) -> None:
     (images, labels), _ = digits()
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
-    for _ in range(100):
+    for _ in range(60):
         nn.functional.cross_entropy(model(images), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -39,7 +39,7 @@ def tune(folder: Path) -> None:
     state, packed = folder / "state", fp.load(folder / "start.safetensors")
     print(f"{'resumes' if state.exists() else 'starts'}: {packed.size().file_ratio:.1f} times smaller")
     batches = DataLoader(TensorDataset(*train), batch_size=64, shuffle=True)
-    schedule = fp.Schedule(epochs=5, learning_rate=2e-3, target_ratio=RATIO)
+    schedule = fp.Schedule(epochs=3, learning_rate=3e-3, target_ratio=RATIO)
     fp.finetune(packed, net(), batches, schedule=schedule, checkpoint=state, checkpoint_every=20)
     fp.save(packed, folder / "tuned.safetensors")
     score, ratio = accuracy(packed.load_into(net()), test), packed.size().file_ratio

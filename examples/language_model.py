@@ -20,7 +20,7 @@ def windows() -> torch.Tensor:
     return tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
 
 
-def trained(texts: torch.Tensor, steps: int = 110) -> LlamaForCausalLM:
+def trained(texts: torch.Tensor, steps: int = 80) -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.1}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}

@@ -44,7 +44,7 @@ def uneven_checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def trained_once(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The net of digits is trained once per run and setting: pages, examples and the demo train the same one."""
+    """The net of digits is trained once per run. Pages that name no epochs get the 5 of the examples, not 15."""
     from factorpack import digits
 
     base = tmp_path_factory.getbasetemp()
@@ -53,11 +53,11 @@ def trained_once(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempP
 
 
 def _kept_in(folder: Path, train_net: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    def train_or_load(train: Any, quiet: bool = True, **settings: Any) -> nn.Module:
-        path = folder / f"digits {settings}.pt"
+    def train_or_load(train: Any, quiet: bool = True, epochs: int = 5) -> nn.Module:
+        path = folder / f"digits {epochs}.pt"
         if not path.exists():
             mine = path.with_suffix(f".{os.getpid()}")
-            torch.save(train_net(train, quiet=quiet, **settings), mine)
+            torch.save(train_net(train, quiet=quiet, epochs=epochs), mine)
             mine.rename(path)  # whole or not there: another worker may look
         model: nn.Module = torch.load(path, weights_only=False)
         return model

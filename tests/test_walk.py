@@ -224,3 +224,23 @@ def test_nothing_is_left_on_the_models() -> None:
     for each in (model, compressed):
         assert not any("forward" in module.__dict__ for module in each.modules())
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in each.modules())
+
+
+def test_batches_of_tokens_are_merged_where_they_are_alike() -> None:
+    model = llama(2)
+    tokens = torch.randint(0, 50, (12, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    batches: list[Any] = [
+        {"input_ids": tokens[start : start + 3], "attention_mask": mask[start : start + 3]}
+        for start in range(0, 12, 3)
+    ]
+    batches.append({"input_ids": tokens[:2, :5], "attention_mask": mask[:2, :5]})
+    calibration = calibrate(model, batches)
+    merged = calibration.merged()
+    assert [len(batch["input_ids"]) for batch in merged.batches] == [12, 2]
+    assert len(merged) == len(calibration) == 14
+    layer = "model.layers.1.mlp.up_proj"
+    one, other = (Walk(each, model, None, [layer]).moments(layer) for each in (calibration, merged))
+    assert_close(one.second, other.second.double())
+    images = calibrate(nn.Linear(3, 2), [seeded(4, 3), seeded(4, 3, seed=1)])
+    assert len(images.merged().batches) == 2

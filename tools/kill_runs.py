@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 
 from benchmarks.measure import machine
 from benchmarks.run import RESULTS
-from factorpack.commands import app, engines
+from factorpack.commands import app, command_line, engines
 from factorpack.engine import Local
 from factorpack.format.container import Reader
 from tests.commands.test_compress_budget import wide_net
@@ -100,18 +100,18 @@ def _finetune(given: Path, out: Path) -> list[str]:
     return ["finetune", str(given / "small.safetensors"), *target, *how, *reading, *state]
 
 
-def _compare(given: Path, out: Path) -> list[str]:
+def _compare(name: str, net: str, ratios: str, given: Path, out: Path) -> list[str]:
     model = [
         "--model",
-        "tests.commands.test_compress_budget:wide_net",
+        net,
         "--image-size",
         "14",
         "--workers",
         "0",
     ]
-    grid = ["--methods", "planned,scalar,ttq", "--ratios", "4,8"]
+    grid = ["--methods", "planned,scalar,ttq", "--ratios", ratios]
     more = ["--data", str(given / "data"), "--engine", "local", "--engine-workers", "2"]
-    return ["compare", str(given / "wide.safetensors"), "-o", str(out / "grid"), *model, *grid, *more]
+    return ["compare", str(given / f"{name}.safetensors"), "-o", str(out / "grid"), *model, *grid, *more]
 
 
 def _point(path: Path) -> bytes:
@@ -134,8 +134,14 @@ COMMANDS = {
     "compress --ratio --calibration": Command(partial(_calibrated, ["--ratio", "12"]), Path.read_bytes),
     "compress --max-loss": Command(partial(_calibrated, ["--max-loss", "0.01"]), Path.read_bytes),
     "finetune": Command(_finetune, Path.read_bytes),
-    "compare": Command(_compare, _point),
+    "compare": Command(
+        partial(_compare, "wide", "tests.commands.test_compress_budget:wide_net", "4,8"), _point
+    ),
+    "compare a small net": Command(partial(_compare, "small", "tests.tune.small_net:build", "1.9"), _point),
 }
+
+
+ALL = [name for name in COMMANDS if name != "compare a small net"]  # which is "compare", for a short run
 
 
 def started(arguments: list[str], log: Path) -> int:
@@ -258,12 +264,19 @@ def _problems(command: Command, folder: Path, expected: dict[str, bytes], count:
     return problems
 
 
+def _import_for_children() -> None:
+    """What a command imports on its way, once here and not in each child."""
+    torch.optim.Adam([torch.zeros(1)])
+    assert accelerate.__version__
+    assert matplotlib.__version__
+    for name in ("compress", "finetune", "compare"):
+        command_line(name)
+
+
 def run(kills: int, seed: int, commands: list[str], in_a_row: int = MOST_IN_A_ROW) -> dict[str, Any]:
     """At least `kills` kills, the same number for each command."""
     torch.set_num_threads(1)  # a forked child has no other threads
-    torch.optim.Adam([torch.zeros(1)])  # its first use imports for a second: once here, not in each child
-    assert accelerate.__version__
-    assert matplotlib.__version__
+    _import_for_children()
     engines.ENGINES["local"] = partial(Local, start="fork")
     draw = random.Random(seed)
     counts = {name: Count() for name in commands}
@@ -285,7 +298,7 @@ def main() -> None:
     )
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commands", nargs="+", default=list(COMMANDS), choices=list(COMMANDS))
+    parser.add_argument("--commands", nargs="+", default=ALL, choices=list(COMMANDS))
     parser.add_argument("--in-a-row", type=int, default=MOST_IN_A_ROW, help="most kills of one run")
     parser.add_argument("--results", type=Path, default=RESULTS / "kills")
     arguments = parser.parse_args()

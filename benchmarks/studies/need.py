@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.formatting import format_settings, format_source, format_table, load_result
-from factorpack.budget.candidates import choose_method, curve_of
+from factorpack.budget.candidates import choose_methods, curves_of
 from factorpack.budget.planner import Planner
 from factorpack.engine import Local, Task
 from factorpack.format.packed_file import write_packed
@@ -42,7 +42,8 @@ def code(fields: dict[str, Any], rows: int, columns: int) -> None:
     """A worker's task: a BF16 weight, coded and written, or planned."""
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).bfloat16()
     if fields["method"] == "planned":
-        curve_of(Weight(weight), choose_method(Weight(weight), Planner(), 3.0), 3.0)
+        weights = [Weight(weight)]
+        curves_of(weights, choose_methods(weights, Planner(), 3.0), 3.0)
         return
     with tempfile.TemporaryDirectory() as folder:
         encoded = from_fields(METHODS, fields).encode(Weight(weight))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.data import imagenet_train, normalized, pretrained, shuffled
 from benchmarks.formatting import MODELS, format_source, format_table, load_result
-from factorpack.budget.candidates import choose_method, encode_with_step, measure_steps, middle_step
+from factorpack.budget.candidates import Try, choose_methods, encode_with_step, measure_steps, middle_step
 from factorpack.budget.planner import Planner
 from factorpack.calibrate import calibrate
 from factorpack.format import entropy, trellis_stream
@@ -52,7 +52,7 @@ def run(model: str, samples: int, bits: list[float], states: list[int], layers: 
 
 def _row(weight: Tensor, moments: LayerMoments, rate: float, states: list[int]) -> dict[str, Any]:
     known = Weight(weight, 0, moments, 1.0)
-    method = choose_method(known, Planner(price=HIGH_RATE, damping=DAMPING), rate)
+    (method,) = choose_methods([known], Planner(price=HIGH_RATE, damping=DAMPING), rate)
     middle = middle_step(known, method, rate)
     curve = [encode_with_step(known, method, middle * 2.0**octave) for octave in OCTAVES]
     errors, sizes = (
@@ -79,7 +79,7 @@ def _row(weight: Tensor, moments: LayerMoments, rate: float, states: list[int]) 
 
 
 def _loss(weight: Weight, method: SecondOrder, step: float) -> float:
-    ((_, loss),) = measure_steps(weight, method, [step])
+    (((_, loss),),) = measure_steps([Try(weight, method, [step])])
     return loss
 
 

@@ -123,6 +123,25 @@ def slice_batch(inputs: Any, start: int, stop: int) -> Any:
     return {key: value[start:stop] for key, value in inputs.items()}
 
 
+def can_join(batch: Any, other: Any, most: int) -> bool:
+    """Whether two batches are integers alike in shape, and no more than `most` of them together."""
+    if type(batch) is not type(other):
+        return False
+    if isinstance(batch, Mapping):
+        sizes = {len(value) if value.dim() else 0 for value in batch.values()}
+        same = list(batch) == list(other) and len(sizes) == 1
+        return same and all(can_join(batch[key], other[key], most) for key in batch)
+    alike = batch.shape[1:] == other.shape[1:] and batch.dtype == other.dtype and batch.device == other.device
+    return alike and not batch.is_floating_point() and batch.numel() + other.numel() <= most
+
+
+def join_batches(batch: Any, other: Any) -> Any:
+    """The inputs of two batches in one."""
+    if isinstance(batch, Tensor):
+        return torch.cat([batch, other])
+    return {key: torch.cat([value, other[key]]) for key, value in batch.items()}
+
+
 def batch_size(batch: Any) -> int:
     """Number of samples in a batch."""
     inputs = inputs_of(batch)

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from factorpack.batches import (
     StopForward,
     batch_size,
+    can_join,
     evaluating,
     hooked,
     inputs_of,
+    join_batches,
     mask_of,
     run,
     slice_batch,
@@ -34,6 +36,8 @@ CHEAP_PRODUCTS = 1 << 35
 """More positions than suffice for each input are used as long as their moments take fewer multiplications."""
 
 
+MERGED_TOKENS = 1 << 14
+"""Tokens of a batch that keep a GPU busy."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -70,6 +74,17 @@ class Calibration:
         """The first `count` inputs, in their batches."""
         part = copy.copy(self)
         part.batches = _take_samples(self.batches, count)
+        return part
+
+    def merged(self) -> Calibration:
+        """The same inputs in larger batches, where they are tokens of texts of one length: fewer, fuller passes."""
+        part = copy.copy(self)
+        part.batches = []
+        for batch in self.batches:
+            if part.batches and can_join(part.batches[-1], batch, MERGED_TOKENS):
+                part.batches[-1] = join_batches(part.batches[-1], batch)
+            else:
+                part.batches.append(batch)
         return part
 
     def split(self, share: float) -> tuple[Calibration, Calibration]:

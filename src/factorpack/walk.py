@@ -41,7 +41,8 @@ class Walk:
         border_bytes: int = BORDER_BYTES,
     ) -> None:
         """`layers` are those that will be visited; all by default."""
-        self._calibration, self._border_bytes = calibration, border_bytes
+        on_gpu = device_of(original).type != "cpu"
+        self._calibration, self._border_bytes = calibration.merged() if on_gpu else calibration, border_bytes
         self._original, self._compressed = original, compressed
         self._networks = [original] if compressed is None else [original, compressed]
         self._segments = calibration.segments(original)

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 from factorpack.budget import candidates
 from factorpack.budget.candidates import (
-    choose_method,
-    curve_of,
+    Try,
+    choose_methods,
+    curves_of,
     encode_with_step,
     measure_steps,
     middle_step,
     step_at_unit_slope,
 )
+from factorpack.budget.curves import Curve
 from factorpack.budget.planner import Planner
 from factorpack.decoding import decode
 from factorpack.format.container import Reader
@@ -55,19 +57,30 @@ def planner(basis: bool = True, trellis: int = 0) -> Planner:
     return Planner(price=HIGH_RATE, damping=DAMPING, basis=basis, trellis=trellis)
 
 
+def choose_method(weight: Weight, planner: Planner, bits: float) -> SecondOrder:
+    return choose_methods([weight], planner, bits)[0]
+
+
+def curve_of(weight: Weight, method: SecondOrder, bits: float) -> Curve:
+    return curves_of([weight], [method], bits)[0]
+
+
+def measured(weight: Weight, method: SecondOrder, steps: list[float]) -> list[tuple[float, float]]:
+    return measure_steps([Try(weight, method, steps)])[0]
+
+
 def encode_steps(weight: Weight, method: SecondOrder, steps: list[float]) -> list[tuple[Encoded, float]]:
     coded = [encode_with_step(weight, method, step).encoded for step in steps]
     return [
-        (encoded, loss)
-        for encoded, (_, loss) in zip(coded, measure_steps(weight, method, steps), strict=True)
+        (encoded, loss) for encoded, (_, loss) in zip(coded, measured(weight, method, steps), strict=True)
     ]
 
 
-def matrix(rows: int = 64, size: int = 48, sensitivity: float | None = None) -> Weight:
+def matrix(rows: int = 64, size: int = 48, sensitivity: float | None = None, seed: int = 2) -> Weight:
     layer = nn.Linear(size, rows)
     inputs = seeded(600, size) @ seeded(size, size, seed=1) / size**0.5
     moments = moments_of(layer, inputs) if sensitivity is not None else None
-    return Weight(seeded(rows, size, seed=2), 0, moments, sensitivity)
+    return Weight(seeded(rows, size, seed=seed), 0, moments, sensitivity)
 
 
 @pytest.mark.parametrize("sensitivity", [None, 2.0])
@@ -106,12 +119,19 @@ def test_with_data_the_loss_is_half_the_sensitivity_times_the_outputs_error() ->
         assert loss == pytest.approx(3.0 / 2 * float(wrong.square().sum(1).mean()), rel=1e-2)
 
 
-def test_many_steps_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = matrix(sensitivity=1.0)
-    steps = [0.1, 0.2, 0.4, 0.8]
-    together = measure_steps(weight, PLAIN, steps)
-    monkeypatch.setattr(candidates, "VALUES_AT_ONCE", 2 * weight.numel)
-    assert np.array(measure_steps(weight, PLAIN, steps)) == pytest.approx(np.array(together))
+@pytest.mark.parametrize("sensitivity", [None, 1.0])
+def test_weights_of_one_shape_are_measured_together(
+    monkeypatch: pytest.MonkeyPatch, sensitivity: float | None
+) -> None:
+    weights = [matrix(sensitivity=sensitivity, seed=seed) for seed in range(3)]
+    tries = [Try(each, PLAIN, [0.1 * (place + 1), 0.8]) for place, each in enumerate(weights)]
+    tries += [Try(matrix(rows=50, sensitivity=sensitivity), PLAIN, [0.3, 0.6])]
+    tries += [Try(weights[0], replace(PLAIN, trellis=8), [0.3, 0.6])]
+    together = np.array(measure_steps(tries))
+    for found, each in zip(together, tries, strict=True):
+        assert found == pytest.approx(np.array(measure_steps([each])[0]), rel=1e-5)
+    monkeypatch.setattr(candidates, "VALUES_AT_ONCE", 4 * weights[0].numel)  # two at a time
+    assert np.array(measure_steps(tries)) == pytest.approx(together, rel=1e-5)
 
 
 @pytest.mark.parametrize("sensitivity", [None, 1.0])
@@ -119,12 +139,12 @@ def test_plans_are_made_on_all_rows_of_a_small_weight_and_some_of_a_large_one(
     monkeypatch: pytest.MonkeyPatch, sensitivity: float | None
 ) -> None:
     weight, steps = matrix(rows=900, sensitivity=sensitivity), [0.2, 1.0]
-    whole = np.array(measure_steps(weight, PLAIN, steps))
+    whole = np.array(measured(weight, PLAIN, steps))
     assert list(whole[:, 0]) == pytest.approx(
         [encode_with_step(weight, PLAIN, step).bytes for step in steps], rel=1e-3
     )
     monkeypatch.setattr(candidates, "PLANNED_VALUES", 48 * 100)
-    some = np.array(measure_steps(weight, PLAIN, steps))
+    some = np.array(measured(weight, PLAIN, steps))
     assert some == pytest.approx(whole, rel=0.03)
     assert not np.array_equal(some[:, 1], whole[:, 1])
 

@@ -46,9 +46,9 @@ def test_what_threads_change(case: str, tmp_path: Path, monkeypatch: pytest.Monk
     keep = Journal.keep
     runs: list[list[tuple[str, list[float]]]] = []
 
-    def watched(mine: Journal, name: str, finished: Finished, *more: Any) -> Finished:
+    def watched(mine: Journal, name: str, finished: Finished, *more: Any) -> None:
         runs[-1].append((name, list(numbers_in(finished.document))))
-        return keep(mine, name, finished, *more)
+        keep(mine, name, finished, *more)
 
     monkeypatch.setattr(Journal, "keep", watched)
     files = []

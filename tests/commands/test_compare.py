@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -39,11 +40,31 @@ def arguments(checkpoint: Path, folder: Path, *more: object) -> list[object]:
     return ["compare", checkpoint, "-o", folder, *common, "--workers", 0, *more]
 
 
-def test_a_table_a_json_and_a_figure(checkpoint: Path, data: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "comparison"
-    given = arguments(checkpoint, folder, "--calibration", data / "train", "--data", data)
-    said = ok(*given)
-    assert "planned to a budget" in said
+@dataclass(frozen=True)
+class Measured:
+    """A comparison on images that several tests read, in `home`, and what it printed."""
+
+    home: Path
+    said: str
+
+    def arguments(self, folder: Path, *more: object) -> list[object]:
+        images = ["--calibration", self.home / "data" / "train", "--data", self.home / "data"]
+        return arguments(self.home / "net.safetensors", folder, *images, *more)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    home = tmp_path_factory.mktemp("measured")
+    save_file(wide_net().state_dict(), home / "net.safetensors")
+    for split in ("train", "val"):
+        write_images(home / "data" / split, 6)
+    return Measured(home, ok(*Measured(home, "").arguments(home / "alone")))
+
+
+def test_a_table_a_json_and_a_figure(measured: Measured) -> None:
+    folder = measured.home / "alone"
+    given = measured.arguments(folder)
+    assert "planned to a budget" in measured.said
     document = json.loads((folder / "compare.json").read_text())
     points = document["points"]
     assert [(point["method"], point["asked_ratio"]) for point in points] == [
@@ -72,23 +93,21 @@ def test_trained_with_one_schedule(checkpoint: Path, data: Path, tmp_path: Path)
 
 
 def test_workers_of_their_own_make_the_same_points(
-    checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(engines.ENGINES, "local", partial(Local, start="fork"))
-    measure = ["--calibration", data / "train", "--data", data]
-    found = {}
-    for name, more in (("alone", []), ("spread", ["--engine", "local", "--engine-workers", 2])):
-        ok(*arguments(checkpoint, tmp_path / name, *measure, *more))
-        document = json.loads((tmp_path / name / "compare.json").read_text())
+    ok(*measured.arguments(tmp_path / "spread", "--engine", "local", "--engine-workers", 2))
+    found = []
+    for folder in (measured.home / "alone", tmp_path / "spread"):
+        document = json.loads((folder / "compare.json").read_text())
         for point in document["points"]:
             point.pop("compress_s")
-        files = {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors")}
-        found[name] = (document, files)
-    assert found["alone"] == found["spread"]
-    assert found["alone"][1]
+        found.append((document, {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}))
+    assert found[0] == found[1]
+    assert found[0][1]
     with monkeypatch.context() as patched:
         patched.setattr(Grid, "_compute_point", lambda *_: pytest.fail("a worker has made it"))
-        ok(*arguments(checkpoint, tmp_path / "spread", *measure))
+        ok(*measured.arguments(tmp_path / "spread"))
 
 
 def test_one_task_a_method_and_one_a_planned_point(checkpoint: Path, tmp_path: Path) -> None:

@@ -104,23 +104,46 @@ READERS = (
 )
 
 
-@pytest.mark.parametrize("words", READERS, ids=lambda words: words[0])
-def test_what_only_reads_imports_no_compressor(words: list[str], tmp_path: Path) -> None:
+PROGRAM = """
+import os, sys, traceback
+from factorpack.commands import main
+
+def run(words, heavy):
+    sys.argv = ["factorpack", *words]
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code, ended.code
+    rooms = {name.split(".")[1] for name in sys.modules if name.startswith("factorpack.")}
+    assert not rooms & COMPRESSOR, rooms & COMPRESSOR
+    assert not heavy & set(sys.modules), heavy & set(sys.modules)
+
+for words in READERS:
+    heavy = {"transformers", "sklearn", "matplotlib"}
+    if words[0].startswith("--"):
+        heavy.add("torch")
+    else:
+        import torch  # once, not in every child
+    child = os.fork()
+    if not child:
+        try:
+            run(words, heavy)
+        except BaseException:
+            print(words, file=sys.stderr)
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_what_only_reads_imports_no_compressor(tmp_path: Path) -> None:
+    """Each command in a process of its own, forked before anything but torch is imported."""
     file = tmp_path / "small.safetensors"
     fp.save(fp.compress({"a.weight": seeded(8, 8)}, fp.Scalar(4), progress=False), file)
-    given = [{"FILE": str(file), "OUT": str(tmp_path / "out.safetensors")}.get(word, word) for word in words]
-    code = f"""
-import sys
-from factorpack.commands import main
-sys.argv = ["factorpack", *{given!r}]
-try:
-    main()
-except SystemExit as ended:
-    assert not ended.code, ended.code
-rooms = {{name.split(".")[1] for name in sys.modules if name.startswith("factorpack.")}}
-assert not rooms & set({COMPRESSOR!r}), rooms & set({COMPRESSOR!r})
-heavy = {{"transformers", "sklearn", "matplotlib", *(["torch"] if {words[0].startswith("--")} else [])}}
-assert not heavy & set(sys.modules), heavy & set(sys.modules)
-"""
+    names = {"FILE": str(file), "OUT": str(tmp_path / "out.safetensors")}
+    readers = [[names.get(word, word) for word in words] for words in READERS]
+    code = f"READERS, COMPRESSOR = {readers!r}, set({COMPRESSOR!r})\n{PROGRAM}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out.safetensors").exists()

@@ -25,11 +25,11 @@ class Small(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Conv2d(3, 24, 3, padding=1, bias=False)
-        self.first_norm = nn.BatchNorm2d(24)
-        self.second = nn.Conv2d(24, 48, 3, padding=1, bias=False)
-        self.second_norm = nn.BatchNorm2d(48)
-        self.third = nn.Conv2d(48, 64, 1, bias=False)
+        self.first = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.first_norm = nn.BatchNorm2d(16)
+        self.second = nn.Conv2d(16, 32, 3, padding=1, bias=False)
+        self.second_norm = nn.BatchNorm2d(32)
+        self.third = nn.Conv2d(32, 64, 1, bias=False)
         self.third_norm = nn.BatchNorm2d(64)
         self.fc = nn.Linear(64, 10)
 

@@ -38,3 +38,19 @@ def test_the_kernel_gives_the_codes_and_residues_of_the_plain_loop(
     codes, given = round_block(target, factor, 0, step, lengths)
     assert torch.equal(codes, wanted)
     torch.testing.assert_close(given.square().sum(-1), error)
+
+
+def test_one_factor_serves_consecutive_elements_of_a_batch() -> None:
+    inputs = seeded(2, 300, 40) @ seeded(40, 40, seed=1)
+    factor = feedback_factor((inputs.transpose(1, 2) @ inputs / 300).to(DEVICE))
+    target = (3.0 * seeded(6, 7, 40, seed=2)).to(DEVICE)
+    step = (0.3 + seeded(6, 1, seed=3).abs()).to(DEVICE)
+    lengths = fit_lengths(target / step[:, :, None], 0.1)
+
+    def plain(column: int, values: torch.Tensor) -> torch.Tensor:
+        return lengths(column, values)
+
+    wanted, error = round_with_feedback(target, factor.repeat_interleave(3, 0), step, plain)
+    codes, found = round_with_feedback(target, factor, step, lengths)
+    assert torch.equal(codes, wanted)
+    torch.testing.assert_close(found, error)

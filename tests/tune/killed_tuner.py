@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 import factorpack as fp
 from tests.tune.small_net import METHOD, Shaken, perceptron
 
-EPOCHS, STEPS = 3, 15
+EPOCHS, STEPS = 2, 10
 KILLED = -signal.SIGKILL
 
 

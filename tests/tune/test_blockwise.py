@@ -65,7 +65,7 @@ BLOCKS = ["stem", "stage1.0", "stage1.1", "stage2.0", "head"]
 
 
 def images(count: int, seed: int) -> Tensor:
-    return seeded(count, 3, 10, 10, seed=seed)
+    return seeded(count, 3, 8, 8, seed=seed)
 
 
 def packed_net(method: Any = FACTORS, **settings: Any) -> Packed:

@@ -1,17 +1,23 @@
-"""What each of two processes under torchrun does: a plain run, one that breaks off, and the command."""
+"""What each of two processes does: a plain run, one that breaks off, and the command.
+
+The processes are forked after the imports and get the variables that torchrun sets.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 from torch import Tensor, nn
 
 import factorpack as fp
-from factorpack.commands import app
+from factorpack.commands import app, command_line
 from tests.tune.small_net import METHOD, loader, perceptron
 
 SCHEDULE = fp.Schedule(epochs=2, learning_rate=1e-2, seed=5)
@@ -46,7 +52,6 @@ def tuned(
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
     rank = os.environ["RANK"]
     tuned(folder / f"plain.{rank}", shuffle=False)
     tuned(folder / f"shuffled.{rank}", shuffle=True)
@@ -62,5 +67,44 @@ def main(folder: Path) -> None:
     app([str(each) for each in (*command, *options)], standalone_mode=False)
 
 
+def forked(rank: int, port: int, folder: Path) -> int:
+    """The process number of a child that is one of two."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        numbers = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": 2,
+            "LOCAL_WORLD_SIZE": 2,
+            "MASTER_PORT": port,
+        }
+        os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in numbers.items()}
+        main(folder)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    torch.set_num_threads(1)  # a forked child has no other threads
+    # What children would import, each anew.
+    torch.optim.Adam([torch.zeros(1)])
+    assert accelerate.__version__
+    command_line("finetune")
+    port = free_port()
+    children = [forked(rank, port, Path(sys.argv[1])) for rank in range(2)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    sys.exit(any(codes))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import sqrt
 
 import torch
+from torch import Tensor
 
 from factorpack.budget.curves import Curve
 from factorpack.budget.planner import Planner
@@ -16,16 +19,18 @@ from factorpack.methods.second_order import stored_step
 from factorpack.quantize.trellis import SHORTEST
 from factorpack.record import Encoded
 from factorpack.solve.code_size import estimate_bytes
-from factorpack.solve.layer_problem import Basis
+from factorpack.solve.layer_problem import Basis, LayerProblem, round_many
 from factorpack.weight import Weight
 
 TILES_WITHOUT_KERNEL = (16, 256)
 """Tiles tried beside none where there is no kernel to be one: a small one, and the paper's."""
+WEIGHTS_PER_ENTRY = 4000
+"""With as many weights for each entry of C, a basis over the kernel costs nothing and is not compared with none."""
 OCTAVES = (-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0)
 GAUSSIAN_BITS = 2.05
 """Entropy of a Gaussian rounded at a step of its own standard deviation, for fine steps: log2 sqrt(2 pi e)."""
 VALUES_AT_ONCE = 1 << 24
-PLANNED_VALUES = 1 << 19
+PLANNED_VALUES = 1 << 18
 """Values of a weight that plans are made on: rows are alike, so a large weight needs only some of them."""
 
 
@@ -61,30 +66,76 @@ def estimated_bytes(encoded: Encoded) -> int:
     return int(total)
 
 
-def measure_steps(weight: Weight, method: SecondOrder, steps: list[float]) -> list[tuple[float, float]]:
-    """Bytes and loss of the weight at several steps, from some of its rows, as many at once as memory allows.
+@dataclass(frozen=True, eq=False)
+class Try:
+    """A weight to be rounded by a method at some steps, to see what they give."""
 
-    The loss is in nats, by the sensitivity; without one it is the relative squared error of the weight.
-    """
-    problem, finest = method.problem(weight), _finest_step(weight, method)
-    some = problem.some_rows(PLANNED_VALUES)
-    rows = problem.latent.shape[1]
-    stored = [stored_step(max(step, finest), method.trellis, problem.latent.device).float() for step in steps]
-    at_once = max(1, VALUES_AT_ONCE // some.latent.numel())
-    found: list[tuple[float, float]] = []
-    for start in range(0, len(steps), at_once):
-        batch = torch.cat(stored[start : start + at_once]).flatten()
-        codes, errors = some.round(batch, method.price, method.trellis)
-        sizes = _bytes_of(codes, problem.basis, method.trellis, rows)
-        losses = errors * (rows / some.latent.shape[1] * _loss_per_error(weight, method))
-        found += zip(sizes.tolist(), losses.tolist(), strict=True)
-    return found
+    weight: Weight
+    method: SecondOrder
+    steps: Sequence[float]
+
+    @cached_property
+    def problem(self) -> LayerProblem:
+        """Some of the weight's rows."""
+        return self.method.problem(self.weight).some_rows(PLANNED_VALUES)
+
+    def stored_steps(self) -> Tensor:
+        """The steps as they would be stored, no finer than 16-bit codes allow."""
+        finest, device = _finest_step(self.weight, self.method), self.problem.latent.device
+        return torch.cat(
+            [stored_step(max(step, finest), self.method.trellis, device).float() for step in self.steps]
+        ).flatten()
+
+    def shape(self) -> tuple[object, ...]:
+        """What tries that can be rounded at once have in common."""
+        one_group = len(self.problem.latent) == 1 and not self.method.trellis
+        has_factor = self.problem.factor is not None
+        alone = () if one_group else (id(self),)
+        return (*self.problem.latent.shape, len(self.steps), self.method.price, has_factor, *alone)
 
 
-def _bytes_of(codes: torch.Tensor, basis: Basis | None, trellis: int, rows: int) -> torch.Tensor:
-    """Bytes, (steps,), of codes (steps, groups, some of the `rows`, K), with the basis and the step."""
-    size = estimate_bytes(codes.flatten(1, 2), trellis, rows * codes.shape[1]) + 4
-    return size if basis is None else size + estimate_bytes(basis.codes.float()[None]) + 4
+Measured = list[tuple[float, float]]
+"""Bytes and loss at each step. The loss is in nats, by the sensitivity; without one it is the relative squared
+error of the weight."""
+
+
+def measure_steps(tries: Sequence[Try]) -> list[Measured]:
+    """What each try gives: weights of one shape are rounded together, as many as memory allows."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for place, each in enumerate(tries):
+        alike.setdefault(each.shape(), []).append(place)
+    found: dict[int, Measured] = {}
+    for places in alike.values():
+        one = tries[places[0]]
+        at_once = max(1, VALUES_AT_ONCE // (one.problem.latent.numel() * len(one.steps)))
+        for start in range(0, len(places), at_once):
+            some = places[start : start + at_once]
+            found |= zip(some, _measure_together([tries[place] for place in some]), strict=True)
+    return [found[place] for place in range(len(tries))]
+
+
+def _measure_together(tries: Sequence[Try]) -> list[Measured]:
+    one, steps = tries[0], torch.stack([each.stored_steps() for each in tries])
+    some = len(one.problem.latent) * one.problem.latent.shape[1]
+    rows = one.weight.layout.outputs
+    if len(tries) > 1:
+        codes, errors = round_many([each.problem for each in tries], steps, one.method.price)
+        sizes = estimate_bytes(codes.flatten(0, 1), rows=rows).reshape(steps.shape)
+    else:
+        codes, errors = one.problem.round(steps[0], one.method.price, one.method.trellis)
+        sizes = estimate_bytes(codes.flatten(1, 2), one.method.trellis, rows)[None]
+    scales = [rows / some * _loss_per_error(each.weight, each.method) for each in tries]
+    others = [4 + _basis_bytes(each.problem.basis) for each in tries]
+    return [
+        [(size + other, error * scale) for size, error in zip(*columns, strict=True)]
+        for *columns, other, scale in zip(
+            sizes.tolist(), errors.reshape(steps.shape).tolist(), others, scales, strict=True
+        )
+    ]
+
+
+def _basis_bytes(basis: Basis | None) -> float:
+    return 0.0 if basis is None else estimate_bytes(basis.codes.float()[None]).item() + 4
 
 
 def _loss_per_error(weight: Weight, method: SecondOrder) -> float:
@@ -94,43 +145,68 @@ def _loss_per_error(weight: Weight, method: SecondOrder) -> float:
     return 1.0 / max(problem.rms**2 * problem.latent.numel(), 1e-30)
 
 
-def choose_method(weight: Weight, planner: Planner, bits: float) -> SecondOrder:
-    """The basis with the least loss + slope * bytes near `bits` per weight, C counted; then trellis or not.
-
-    Its step means nothing yet.
+def choose_methods(weights: Sequence[Weight], planner: Planner, bits: float) -> list[SecondOrder]:
+    """For each weight the basis with the least loss + slope * bytes near `bits` per weight, C counted; then
+    trellis or not. The methods' steps mean nothing yet.
     """
-    methods = [planner.method(tile=tile) for tile in (_tiles(weight) if planner.basis else [1])]
-    reference = middle_step(weight, methods[0], bits) / step_at_unit_slope(weight, methods[0])
-    # On curves of equal slope a bit is worth this much loss.
-    slope = planner.price * reference**2
-    slope *= 0.5 if weight.sensitivity is not None else 1.0 / weight.numel
-
-    def cost(method: SecondOrder) -> float:
-        ((size, loss),) = measure_steps(weight, method, [reference * step_at_unit_slope(weight, method)])
-        return loss + slope * 8 * size
-
-    best = min(methods, key=cost) if len(methods) > 1 else methods[0]
-    weight.forget((best.tile, best.damping))
-    if not planner.trellis or weight.layout.outputs < SHORTEST:
+    plain = planner.method()
+    ways = [[replace(plain, tile=tile) for tile in _tiles(each, planner.basis)] for each in weights]
+    best = _cheapest(weights, ways, bits)
+    for weight, method in zip(weights, best, strict=True):
+        weight.forget((method.tile, method.damping))
+    if not planner.trellis:
         return best
-    return min(best, replace(best, trellis=planner.trellis), key=cost)
+    paths = [
+        [method, replace(method, trellis=planner.trellis)] if weight.layout.outputs >= SHORTEST else [method]
+        for weight, method in zip(weights, best, strict=True)
+    ]
+    return _cheapest(weights, paths, bits)
 
 
-def curve_of(weight: Weight, method: SecondOrder, bits: float) -> Curve:
+def _cheapest(
+    weights: Sequence[Weight], ways: Sequence[Sequence[SecondOrder]], bits: float
+) -> list[SecondOrder]:
+    """The cheapest way for each weight; where there is only one, nothing is measured."""
+    tries, slopes = [], {}
+    for weight, methods in zip(weights, ways, strict=True):
+        if len(methods) == 1:
+            continue
+        reference = middle_step(weight, methods[0], bits) / step_at_unit_slope(weight, methods[0])
+        # On curves of equal slope a bit is worth this much loss.
+        slope = methods[0].price * reference**2
+        slopes[id(weight)] = slope * (0.5 if weight.sensitivity is not None else 1.0 / weight.numel)
+        tries += [Try(weight, method, [reference * step_at_unit_slope(weight, method)]) for method in methods]
+    costs: dict[int, list[tuple[float, SecondOrder]]] = {}
+    for each, ((size, loss),) in zip(tries, measure_steps(tries), strict=True):
+        cost = loss + slopes[id(each.weight)] * 8 * size
+        costs.setdefault(id(each.weight), []).append((cost, each.method))
+    return [
+        methods[0] if len(methods) == 1 else min(costs[id(weight)], key=lambda pair: pair[0])[1]
+        for weight, methods in zip(weights, ways, strict=True)
+    ]
+
+
+def curves_of(weights: Sequence[Weight], methods: Sequence[SecondOrder], bits: float) -> list[Curve]:
     """Seven octaves of steps about `bits` per weight, and one at which every code is zero."""
-    middle = middle_step(weight, method, bits)
-    steps = [middle * 2.0**octave for octave in OCTAVES]
-    steps.append(max(2.0 * steps[-1], 4.0 * method.problem(weight).largest))
-    found = measure_steps(weight, method, steps)
-    return Curve(
-        steps,
-        [int(size) for size, _ in found],
-        [loss for _, loss in found],
-        weight.numel,
-        method.tile,
-        step_at_unit_slope(weight, method),
-        method.trellis,
-    )
+    tries = []
+    for weight, method in zip(weights, methods, strict=True):
+        middle = middle_step(weight, method, bits)
+        steps = [middle * 2.0**octave for octave in OCTAVES]
+        tries.append(
+            Try(weight, method, [*steps, max(2.0 * steps[-1], 4.0 * method.problem(weight).largest)])
+        )
+    return [
+        Curve(
+            each.steps,
+            [int(size) for size, _ in measured],
+            [loss for _, loss in measured],
+            each.weight.numel,
+            each.method.tile,
+            step_at_unit_slope(each.weight, each.method),
+            each.method.trellis,
+        )
+        for each, measured in zip(tries, measure_steps(tries), strict=True)
+    ]
 
 
 def meet_bytes(weight: Weight, method: SecondOrder, step: float, aim: float) -> Coded:
@@ -165,8 +241,12 @@ def _finest_step(weight: Weight, method: SecondOrder) -> float:
     return method.problem(weight).largest * 2.0 ** (-12 if method.trellis else -14)
 
 
-def _tiles(weight: Weight) -> list[int]:
+def _tiles(weight: Weight, with_basis: bool) -> list[int]:
+    if not with_basis:
+        return [1]
     kernel = weight.values[0, 0].numel() if weight.values.dim() > 2 else 1
+    if kernel**2 * WEIGHTS_PER_ENTRY <= weight.numel and kernel > 1:
+        return [kernel]
     wanted = [1, kernel] if kernel > 1 else [1, *TILES_WITHOUT_KERNEL]
     # C must be cheap beside the codes, and a tile lie inside one filter.
     return [

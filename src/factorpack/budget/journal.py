@@ -93,19 +93,15 @@ class Journal:
             warnings.warn(f"{file} is damaged, so {name!r} is made again: {error}", stacklevel=2)
             return None
 
-    def keep(self, name: str, finished: Finished, streams: Streams | None = None) -> Finished:
-        """Writes a finished piece of work and returns it as it was written, in host memory.
-
-        `streams` takes the streams that are made for it.
-        """
+    def keep(self, name: str, finished: Finished, streams: Streams | None = None) -> None:
+        """Writes a finished piece of work; `streams` takes the streams that are made for it."""
         if self._folder is None:
-            return finished
+            return
         finished = finished.on_cpu()
         if self._writer is None:
             self._write(self._folder, name, finished, streams)
         else:
             self._writer.submit(self._write, self._folder, name, finished, streams)
-        return finished
 
     def _write(self, folder: Path, name: str, finished: Finished, streams: Streams | None) -> None:
         document = torch.frombuffer(bytearray(json.dumps(finished.document).encode()), dtype=torch.uint8)

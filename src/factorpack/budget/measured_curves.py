@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from torch import Tensor
 
-from factorpack.budget.candidates import choose_method, curve_of, encode_with_step
+from factorpack.budget.candidates import choose_methods, curves_of, encode_with_step
 from factorpack.budget.curves import Curve, allocate, fill_unknown, load_curves, save_curves
 from factorpack.budget.journal import NOTHING_KEPT, Finished, Journal
 from factorpack.budget.knowledge import Knowledge
@@ -23,6 +23,8 @@ from factorpack.methods import SecondOrder
 from factorpack.progress import Progress
 from factorpack.weight import Weight
 
+TOGETHER = 1 << 24
+"""Elements of weights and their inputs' moments that are planned at once."""
 KEPT_BYTES = 4 << 30
 """Plans are corrected where all weights, ready to be rounded again, fit into this much memory."""
 
@@ -71,16 +73,15 @@ def measure_curves(
     candidates: dict[str, Candidate] = {}
     with Progress("planning", tensors.numel, progress) as bar:
         for names, moments in knowledge.original_moments(tensors):
-            for name in names:
-                bar.show(name)
-                weight = knowledge.weight(tensors, name, moments.get(name))
-                curve = curves[name] = _find_curve(name, weight, knowledge.planner, bits, journal)
-                if refined and name in knowledge.sensitivity:
-                    candidates[name] = (
-                        weight,
-                        knowledge.planner.method(tile=curve.tile, trellis=curve.trellis),
-                    )
-                bar.advance(name, weight.numel)
+            for some in _alike(names, tensors):
+                bar.show(some[0])
+                weights = {name: knowledge.weight(tensors, name, moments.get(name)) for name in some}
+                curves |= _find_curves_of(weights, knowledge.planner, bits, journal)
+                for name, weight in weights.items():
+                    if refined and name in knowledge.sensitivity:
+                        tile, trellis = curves[name].tile, curves[name].trellis
+                        candidates[name] = weight, knowledge.planner.method(tile=tile, trellis=trellis)
+                    bar.advance(name, weight.numel)
     curves = fill_unknown(curves, knowledge.sensitivity)
     if not refined:
         return curves
@@ -91,14 +92,34 @@ def measure_curves(
     return _refine(trial, curves, candidates, budget, knowledge.sensitivity, progress, journal)
 
 
-def _find_curve(name: str, weight: Weight, planner: Planner, bits: float, journal: Journal) -> Curve:
-    kept = journal.find(name)
+def _find_curves_of(
+    weights: Mapping[str, Weight], planner: Planner, bits: float, journal: Journal
+) -> dict[str, Curve]:
+    """The curves of weights that are planned together, which is how they are kept."""
+    finished, first = journal.after(list(weights)), next(iter(weights))
+    kept = finished.find(first)
     if kept is not None:
-        return Curve(**kept.document)
-    with while_compressing(name):
-        curve = curve_of(weight, choose_method(weight, planner, bits), bits)
-    journal.keep(name, Finished(asdict(curve)))
-    return curve
+        return {name: Curve(**fields) for name, fields in kept.document.items()}
+    for name, weight in weights.items():
+        with while_compressing(name):
+            weight.finite()
+    together = list(weights.values())
+    found = curves_of(together, choose_methods(together, planner, bits), bits)
+    curves = dict(zip(weights, found, strict=True))
+    finished.keep(first, Finished({name: asdict(curve) for name, curve in curves.items()}))
+    return curves
+
+
+def _alike(names: Sequence[str], tensors: Tensors) -> list[list[str]]:
+    """Weights of one shape, which are planned together, as many as take no more memory than the largest weight may."""
+    entries, groups = tensors.source.entries, []
+    by_shape: dict[tuple[int, ...], list[str]] = {}
+    for name in names:
+        by_shape.setdefault(entries[name].shape, []).append(name)
+    for shape, alike in by_shape.items():
+        at_once = max(1, TOGETHER // (math.prod(shape) + math.prod(shape[1:]) ** 2))
+        groups += [alike[start : start + at_once] for start in range(0, len(alike), at_once)]
+    return groups
 
 
 def _fits(tensors: Tensors, knowledge: Knowledge) -> bool:

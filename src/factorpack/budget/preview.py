@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from factorpack.budget.candidates import choose_method, curve_of
+from factorpack.budget.candidates import choose_methods, curves_of
 from factorpack.budget.curves import Curve, allocate
 from factorpack.budget.excerpt import excerpt_of, measure_a_few
 from factorpack.budget.goals import budget_bytes, original_bytes
@@ -211,8 +211,8 @@ def _share_out(tensors: Tensors, planner: Planner, max_bytes: int) -> dict[str, 
         started = time.perf_counter()
         excerpt = excerpt_of(tensors.source.weight(name), Scalar())
         with while_compressing(name):
-            method = choose_method(excerpt.weight, planner, bits)
-            curve = curve_of(excerpt.weight, method, bits)
+            methods = choose_methods([excerpt.weight], planner, bits)
+            (curve,) = curves_of([excerpt.weight], methods, bits)
         grown = [round(excerpt.growth * size) for size in curve.bytes]
         whole = replace(curve, bytes=grown, numel=tensors.source.entries[name].numel)
         return whole, excerpt.whole_seconds(time.perf_counter() - started)

@@ -15,13 +15,16 @@ from factorpack.budget.norms import correct_outputs
 from factorpack.budget.tensors import Tensors, zero_of
 from factorpack.decoding import decode
 from factorpack.errors import while_compressing
-from factorpack.format.encode_ahead import Streams
+from factorpack.format.encode_ahead import Streams, on_cpu
 from factorpack.format.packed_file import bytes_of, rows_of
 from factorpack.methods import SecondOrder
 from factorpack.progress import Progress
 from factorpack.record import Encoded, LayerMoments
 from factorpack.walk import Walk
 from factorpack.weight import Weight
+
+LARGE = 0.02
+"""A weight with a larger share of the bytes is encoded for the file as soon as it has its codes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,10 +68,12 @@ class SequentialCoder:
                     done = self._resume(name, kept, walk, name == closer)
                 else:
                     done = self._encode(name, methods[name], planned[name] * share, walk)
-                    kept = journal.keep(name, self._finished(name, done), self.streams)
-                    done = replace(done, encoded=kept.encoded or done.encoded)
+                # What a large weight's estimate is wrong by, all later weights make up for.
+                left -= self._stored_bytes(name, done) if planned[name] >= LARGE * aim else done.bytes
+                if kept is None:
+                    kept = self._finished(name, done)
+                    journal.keep(name, kept, self.streams)
                 journal = journal.after_finished(name, kept)
-                left -= done.bytes
                 self._done[name] = done if name == closer else replace(done, weight=None, moments=None)
                 bar.advance(name, done.encoded.numel)
 
@@ -101,6 +106,10 @@ class SequentialCoder:
         tensors = self._tensors.join(coded, self._compressed)
         return bytes_of(rows_of(tensors, self.streams), self._tensors.source.aliases), tensors
 
+    def _stored_bytes(self, name: str, done: _Done) -> int:
+        (row,) = rows_of({name: done.encoded}, self.streams)
+        return sum(part.stored_bytes for part in row.parts.values())
+
     def _copy_of_model(self) -> nn.Module | None:
         """A copy of the model to compress layer by layer, with the caller's own methods applied."""
         if self._knowledge.model is None or self._knowledge.calibration is None:
@@ -119,7 +128,8 @@ class SequentialCoder:
         with while_compressing(name):
             coded = meet_bytes(weight, method, method.step, aim)
         self._put(name, coded.encoded, weight.values, moments)
-        return _Done(coded.encoded, coded.step, coded.bytes, weight, moments)
+        # Where it will be encoded: no copy of the codes stays on a GPU.
+        return _Done(on_cpu(coded.encoded), coded.step, coded.bytes, weight, moments)
 
     def _weight(self, name: str, walk: Walk | None) -> tuple[Weight, LayerMoments | None]:
         """A weight, with the moments of its inputs in the network as compressed so far."""

@@ -14,8 +14,8 @@ from typing import Any
 from factorpack.budget.candidates import (
     OCTAVES,
     VALUES_AT_ONCE,
-    choose_method,
-    curve_of,
+    choose_methods,
+    curves_of,
     encode_with_step,
     meet_bytes,
 )
@@ -182,7 +182,7 @@ def measure_curve(tensor: StoredTensor, bits: float, planner: Planner, file: Pat
     """A worker's task: bytes and loss of a weight at rising steps."""
     with unchanged(tensor) as source, while_compressing(tensor.name):
         weight = source.weight(tensor.name)
-        curve = curve_of(weight, choose_method(weight, planner, bits), bits)
+        (curve,) = curves_of([weight], choose_methods([weight], planner, bits), bits)
     save_curves(file, {tensor.name: curve}, tensor.name)
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+
+import torch
 
 from factorpack.errors import FormatError
 from factorpack.format.container import stored
@@ -52,7 +55,7 @@ def encode_ahead(
             yield made
         return
     # A task of the first pool waits for tasks of the second, which wait for none.
-    with ThreadPoolExecutor(threads) as tasks, ThreadPoolExecutor(threads) as chunks:
+    with _single_threads(threads) as tasks, _single_threads(threads) as chunks:
         waiting: deque[tuple[str, Encoded, Future[Stored]]] = deque()
         try:
             for name, encoded in tensors:
@@ -64,6 +67,17 @@ def encode_ahead(
         finally:
             for _, _, future in waiting:
                 future.cancel()
+
+
+@contextmanager
+def _single_threads(threads: int) -> Iterator[Executor]:
+    """A pool whose threads run torch on one core each: teams of threads within threads would wait for cores."""
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(before)  # part of the setting belongs to the whole process
 
 
 def _is_enough(tensors: list[Encoded], threads: int) -> bool:

@@ -43,7 +43,8 @@ class CodeLengths:
         object.__setattr__(self, "gains", gains.flatten(1))
 
     def __call__(self, column: int, values: Tensor) -> Tensor:
-        return self._round_cheaply(values, self.row_class + self.column_class[:, column, None])
+        classes = self.row_class + self.column_class[:, column, None]
+        return self._round_cheaply(values.reshape(classes.shape), classes).reshape(values.shape)
 
     def round_all(self, values: Tensor) -> Tensor:
         """Rounds all columns at once, (batch, rows, columns), without feedback."""

@@ -1,8 +1,8 @@
 """About how many bytes codes will take once entropy coded, counted where the codes are.
 
 As in the coder, format/classes.py, the class of an entry is its row's plus its column's: mean magnitudes on a
-scale of octaves at first, then the classes that code rows and columns shortest. A model costs what its
-counts say. Large weights come out within a percent of their stream, and no code leaves its device.
+scale of octaves, and for many codes then the classes that code rows and columns shortest. A model costs what
+its counts say. Most weights come out within a percent of their stream, and no code leaves its device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ SAMPLED = 1 << 22
 """Codes that are counted: of more, evenly spaced columns, and rows where there are very many."""
 MOST_ROWS = 8192
 MANY_CODES = 1 << 20
-"""With at least as many codes, classes of half the width and more rounds pay."""
+"""With at least as many codes, classes of half the width pay, and rounds that refine them."""
+ROUNDS = 4
 MOST_CLASSES = 32
 FAINTEST = 2.0**-5
 """Mean magnitudes far below this are one class."""
@@ -47,9 +48,10 @@ def estimate_bytes(codes: Tensor, states: int = 0, rows: int = 0) -> Tensor:
         codes, quantizers = codes[:, some], None if quantizers is None else quantizers[:, some]
     share = all_codes / codes[0].numel()
     symbols, bits_beyond = _symbols(codes, magnitude := codes.abs())
-    per_octave, rounds = (4.0, 4) if all_codes >= MANY_CODES else (2.0, 2)
-    start = _classes(magnitude.mean(2), per_octave), _classes(magnitude.mean(1), per_octave)
-    row_class, column_class = _refined(_binned(symbols), *start, rounds)
+    many = all_codes >= MANY_CODES
+    row_class, column_class = (_classes(magnitude.mean(axis), 4.0 if many else 2.0) for axis in (2, 1))
+    if many:
+        row_class, column_class = _refined(_binned(symbols), row_class, column_class)
     models = row_class[:, :, None] + column_class[:, None, :]
     counts = _count(models if quantizers is None else 2 * models + quantizers, symbols)
     classes = _class_bits(row_class) + _class_bits(column_class)
@@ -80,10 +82,10 @@ def _binned(symbols: Tensor) -> Tensor:
     return torch.where(symbols <= FEW_SYMBOLS, symbols, FEW_SYMBOLS + (4 * octaves).to(torch.int32))
 
 
-def _refined(bins: Tensor, row_class: Tensor, column_class: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
+def _refined(bins: Tensor, row_class: Tensor, column_class: Tensor) -> tuple[Tensor, Tensor]:
     """Columns, then rows, take the class that codes them shortest, a few times."""
     size = int(bins.max()) + 1
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         column_class = _reassigned(bins.transpose(1, 2), column_class, row_class, size)
         row_class = _reassigned(bins, row_class, column_class, size)
     return row_class, column_class

@@ -23,6 +23,7 @@ def _round_block(  # type: ignore[no-untyped-def]
     codes,
     residues,
     rows,
+    element_rows,
     first,
     size,
     factor_stride,
@@ -44,7 +45,7 @@ def _round_block(  # type: ignore[no-untyped-def]
     unit = tl.load(step + line, here, 1.0)
     classes = tl.load(row_class + line, here, 0)
     saved = gains + batch * CLASSES * (2 * REACH + 3) + REACH + 1
-    corner = factor + batch * factor_stride + first * size + first
+    corner = factor + batch * rows // element_rows * factor_stride + first * size + first
     for index in range(width):
         across = tl.load(corner + index * size + column, inside & (column >= index), 0.0)
         own = tl.sum(tl.where(column == index, across, 0.0), 0)
@@ -67,24 +68,26 @@ def _round_block(  # type: ignore[no-untyped-def]
 def round_block(
     block: Tensor, factor: Tensor, first: int, step: Tensor, lengths: CodeLengths
 ) -> tuple[Tensor, Tensor]:
-    """Codes of (batch, rows, width) values, columns `first` on, and their residues: see feedback.py."""
-    batch, rows, width = block.shape
+    """Codes of (elements, rows, width) values, columns `first` on, and their residues: see feedback.py."""
+    elements, element_rows, width = block.shape
+    batch, rows = lengths.row_class.shape
     size = factor.shape[-1]
     block = block.contiguous()
     codes, residues = torch.empty_like(block), torch.empty_like(block)
     _round_block[(triton.cdiv(rows, ROWS), batch)](
         block,
         factor,
-        step.expand(batch, rows).contiguous(),
+        step.expand(elements, element_rows).contiguous(),
         lengths.gains,
         lengths.row_class.to(torch.int32).contiguous(),
         lengths.column_class.to(torch.int32).contiguous(),
         codes,
         residues,
         rows,
+        element_rows,
         first,
         size,
-        size * size if len(factor) == batch else 0,
+        size * size,
         lengths.price,
         width=width,
         N=max(triton.next_power_of_2(width), 16),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -113,6 +114,29 @@ class LayerProblem:
         noise = torch.randn(self.latent.shape, generator=generator).to(unit)
         noise *= (inherited_variance(self.factor) / 12).sqrt()[:, None] / FINE_STEP
         return unit + noise.flatten(0, 1)
+
+
+def round_many(
+    problems: Sequence[LayerProblem], steps: Tensor, price: float = HIGH_RATE
+) -> tuple[Tensor, Tensor]:
+    """Problems of one shape and one group rounded at once, each at its own steps, (problems, steps).
+
+    Codes are (problems, steps, rows, K), errors (problems, steps).
+    """
+    count = steps.shape[1]
+    latent = torch.cat([each.latent for each in problems]).repeat_interleave(count, 0)
+    steps = steps.to(latent)
+    each_step = steps.flatten()[:, None]
+    unit = latent / each_step[:, :, None]
+    lengths = fit_lengths(unit, price)
+    factors = [each.factor for each in problems if each.factor is not None]
+    if not factors:
+        codes = lengths.round_all(unit)
+        errors = (unit - codes).square().sum((1, 2)) * each_step[:, 0].square()
+    else:
+        codes, left = round_with_feedback(latent, torch.cat(factors), each_step, lengths)
+        errors = left.sum(1)
+    return codes.unflatten(0, steps.shape), errors.reshape(steps.shape)
 
 
 def layer_problem(

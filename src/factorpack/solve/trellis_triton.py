@@ -150,7 +150,7 @@ def round_block(
         group_rows,
         first,
         size,
-        size * size if len(factor) == elements else 0,
+        size * size,
         lengths.price,
         segment=segment,
         width=width,
