@@ -14,6 +14,7 @@ from factorpack.cuts import version_of
 from factorpack.engine.memory import free_bytes
 from factorpack.errors import SourceError
 from factorpack.record import LayerMoments, LayerSample
+from factorpack.resident import resident_of
 from factorpack.segments import INPUTS, Border, Forms, run_on, run_to
 from factorpack.solve.moments import MomentAccumulator, has_moments, unfolding
 
@@ -136,15 +137,18 @@ class Walk:
     def _move_to(self, segment: int) -> None:
         """Runs every network on every batch up to a segment, unless that takes too much memory to keep."""
         self._kept = {name: kept for name, kept in self._kept.items() if self.segment_of(name) == segment}
-        changes = self._changes_at(segment)
-        for network, model in enumerate(self._networks):
-            for index in self._batches:
-                border = run_to(model, *self._context(network, index), segment)
-                if (network, index) == (0, 0) and not self._fits(border):
-                    self._too_large.add(segment)
-                    return
-                self._borders[network][index] = self._stored(border)
-        self._place, self._changes = segment, changes
+        # A network that reads its weights reads those of a segment once for all batches.
+        streamed = resident_of(self._original) is not None
+        for place in range(self._place + 1, segment + 1) if streamed else [segment]:
+            changes = self._changes_at(place)
+            for network, model in enumerate(self._networks):
+                for index in self._batches:
+                    border = run_to(model, *self._context(network, index), place)
+                    if (network, index) == (0, 0) and not self._fits(border):
+                        self._too_large.add(segment)
+                        return
+                    self._borders[network][index] = self._stored(border)
+            self._place, self._changes = place, changes
 
     def _context(self, network: int, index: int) -> tuple[Any, Any, Border, Forms]:
         """What a pass of a network on a batch starts from."""
@@ -276,8 +280,11 @@ def _results(running: Sequence[tuple[list[str], MomentAccumulator]]) -> dict[str
 def _first_uses(model: nn.Module, order: Sequence[str]) -> list[tuple[int, Tensor]]:
     """The tensors of a network's layers, and the place in the order of the first layer that has them."""
     found: dict[int, tuple[int, Tensor]] = {}
+    streamed = resident_of(model) is not None
     for place, name in enumerate(order):
         layer = model.get_submodule(name)
         for tensor in [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]:
+            if streamed and tensor.dim() > 1:
+                continue  # it comes and goes, and is never changed in place
             found.setdefault(id(tensor), (place, tensor))
     return list(found.values())

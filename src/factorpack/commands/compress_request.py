@@ -17,10 +17,10 @@ from factorpack.compression import compress
 from factorpack.engine import Engine
 from factorpack.errors import PlanError
 from factorpack.format.overwrite import check_output
-from factorpack.hub.folder import is_model_folder, open_folder
 from factorpack.hub.load import from_pretrained, tokenizer_of
 from factorpack.hub.save import write_folder
 from factorpack.hub.texts import line_batches, token_batches
+from factorpack.model_folder import is_model_folder, open_folder
 from factorpack.packed import Packed
 from factorpack.planning.families import AUTO, DEFAULT_METHOD, NONE, named_recipe, recipe_file
 from factorpack.source import import_model, open_source

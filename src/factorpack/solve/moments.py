@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from factorpack.record import LayerMoments
+from factorpack.resident import loaded
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 LARGE, BLOCKS = 1024, 8
@@ -59,9 +61,9 @@ class MomentAccumulator:
     def __init__(self, layer: nn.Module, max_rows: int, others: Sequence[nn.Module] = ()) -> None:
         self._layers = (layer, *others)
         self._max_rows = max_rows
-        outputs = sum(_rows_of_weight(each, 1).shape[1] for each in self._layers)
+        outputs, size = sum(_shape(each)[0] for each in self._layers), math.prod(_shape(layer)[1:])
         # E[W u' u^T] as it is, or as W E[u' u^T], whichever is less work.
-        self._by_output = outputs < _rows_of_weight(layer, 1).shape[2]
+        self._by_output = outputs < size
         self._sums: list[Tensor] = []
         self._rows = 0
 
@@ -124,6 +126,12 @@ def gram(rows: Tensor) -> Tensor:
 
 def _rows_of_weight(layer: nn.Module, groups: int) -> Tensor:
     """A layer's weight: (groups, out/groups, K)."""
-    weight = layer.weight
+    weight = loaded(layer).weight
     assert isinstance(weight, Tensor)
     return weight.detach().float().reshape(groups, -1, weight[0].numel())
+
+
+def _shape(layer: nn.Module) -> torch.Size:
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    return weight.shape
