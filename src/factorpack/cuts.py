@@ -63,7 +63,7 @@ def find_segments(model: nn.Module, batch: Any, few_trials: bool = False) -> Seg
     layers = [name for name, module in model.named_modules() if has_weight(module)]
     with torch.inference_mode(False), torch.no_grad():
         sample = slice_batch(batch, 0, 1)
-        candidates = _largest_list(model) if few_trials else _candidates(model)
+        candidates = largest_list(model) if few_trials else _candidates(model)
         seen = _observe(model, sample, layers, candidates)
         find = _cuts_of_chain if few_trials else _valid_cuts
         cuts = find(model, sample, seen, layers, candidates)
@@ -209,7 +209,7 @@ def _cuts_of_chain(
     return []
 
 
-def _largest_list(model: nn.Module) -> list[str]:
+def largest_list(model: nn.Module) -> list[str]:
     """Children of the container that has the most weights, the outermost of several."""
     sizes = {
         name: sum(each.numel() for each in model.get_submodule(name).parameters())

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,23 +25,17 @@ def open_streamed(
 
     The device is a GPU where there is one. Ties that only the model knows are among the aliases.
     """
-    if not is_model_folder(path):
-        raise SourceError(
-            f"calibration runs a model, and the source is a {type(path).__name__}: give a model, or a "
-            f"transformers folder, which has a {CONFIG}; {path} is not one"
-        )
-    folder = open_folder(path)
-    if folder.library != "transformers" or folder.packed_file is not None:
-        raise SourceError(
-            f"{path} is not a folder of transformers with plain weights: open the model yourself"
-        )
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    build = _builder(folder, source.entries)
-    ties = _match(build(), source, folder)
+    build, ties = _plain_model(path, source)
     loads = {name: entry.load for name, entry in source.entries.items()}
     network = Resident(build, loads, device, limit_bytes).network
     entries = {name: replace(entry, load=_onto(device, entry)) for name, entry in source.entries.items()}
     return network, Source(entries, {**source.aliases, **ties}, source.transposed_groups)
+
+
+def open_skeleton(path: Path, source: Source) -> nn.Module:
+    """The model of a folder with its parameters on the meta device: shapes, and no values."""
+    return _plain_model(path, source)[0]()
 
 
 @contextmanager
@@ -60,6 +53,20 @@ def streaming(model: nn.Module | None) -> Iterator[None]:
     finally:
         if resident is not None:
             resident.release()
+
+
+def _plain_model(path: Path, source: Source) -> tuple[Callable[[], nn.Module], dict[str, str]]:
+    """What builds the model of a folder without its weights, and the ties that only the model knows."""
+    if not is_model_folder(path):
+        raise SourceError(
+            f"calibration runs a model, and the source is a {type(path).__name__}: give a model, or a "
+            f"transformers folder, which has a {CONFIG}; {path} is not one"
+        )
+    folder = open_folder(path)
+    if folder.library != "transformers":
+        raise SourceError(f"{path} is a folder of {folder.library}, only those of transformers are streamed")
+    build = _builder(folder, source.entries)
+    return build, _match(build(), source, folder)
 
 
 def _builder(folder: Folder, entries: Mapping[str, Entry]) -> Callable[[], nn.Module]:

@@ -156,12 +156,21 @@ class Walk:
         return batch, self._segments, self._borders[network][index], self._forms[index]
 
     def _fits(self, first: Border) -> bool:
-        """Whether the borders of all batches fit into memory, judged by the first."""
+        """Whether the borders of all batches fit into memory, judged by the first.
+
+        A network that reads its weights must keep them: without, each batch would read the whole network.
+        """
         free, batches = free_bytes(), self._calibration.batches
         total = first.bytes / batch_size(batches[0]) * len(self._calibration) * len(self._networks)
         if device_of(self._original).type != "cpu":
             total -= self._border_bytes
-        return free is None or total <= HOST_SHARE * free
+        fits = free is None or total <= HOST_SHARE * free
+        if not fits and resident_of(self._original) is not None:
+            raise SourceError(
+                f"the activations between two blocks take {total:.3g} bytes, more than half of the free memory: "
+                "give fewer or shorter samples"
+            )
+        return fits
 
     def _stored(self, border: Border) -> Border:
         value = border.value
