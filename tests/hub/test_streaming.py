@@ -18,10 +18,11 @@ from factorpack.budget.goals import compress_to_bytes
 from factorpack.budget.planner import BudgetRequest
 from factorpack.budget.segment_gradients import measure_information_by_segment
 from factorpack.budget.sensitivity import measure_information
+from factorpack.budget.stream_memory import estimate_stream_memory
 from factorpack.calibrate import calibrate
 from factorpack.decoding import decode
 from factorpack.resident import LIMIT_BYTES, Resident, copy_network, replace_weight, resident_of
-from factorpack.source import Source, open_source
+from factorpack.source import Entry, Source, open_source
 from factorpack.streaming import open_streamed
 from tests.commands.running import printed, run
 from tests.hub.conftest import bert, llama, save_llama
@@ -294,3 +295,35 @@ def test_on_the_command_line(
     assert type(fp.hub.from_pretrained(tmp_path / "small")).__name__ == "LlamaForCausalLM"
     assert run(monkeypatch, "compress", folder, "-o", tmp_path / "other", *options) == 2
     assert "--stream reads the model of a Hugging Face folder" in capsys.readouterr().err
+
+
+def test_memory_is_estimated_beforehand(
+    plain: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few, more = (fp.plan(plain, ratio=5, samples=samples, length=64).stream for samples in (8, 16))
+    assert few is not None
+    assert more is not None
+    border = 64 * 64 * 4  # tokens, width, bytes
+    assert more.device_bytes - few.device_bytes == 2 * 8 * border
+    assert fp.plan(plain, ratio=5).stream is None
+    assert run(monkeypatch, "plan", plain, "--ratio", 5, "--stream", "--samples", 8, "--length", 64) == 0
+    assert "streamed, calibrated on 8 texts of 64 tokens: about" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(fp.PlanError, match="give ratio or max_bytes"):
+        fp.plan(plain, samples=8)
+    with pytest.raises(fp.PlanError, match="0 samples of 2048 tokens"):
+        fp.plan(plain, ratio=5, samples=0)
+
+
+def test_sizes_of_a_large_model_from_its_shapes(transformers: Any, tmp_path: Path) -> None:
+    """Llama 3 8B, of which nothing but the config exists: within the memory that streaming promises."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
+    config = transformers.LlamaConfig(
+        **sizes, dtype="bfloat16", architectures=["LlamaForCausalLM"], tie_word_embeddings=False
+    )
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        shapes = transformers.LlamaForCausalLM(config).state_dict()
+    source = Source({name: Entry(tuple(each.shape), torch.bfloat16, Tensor) for name, each in shapes.items()})
+    found = estimate_stream_memory(tmp_path, source, 4_000_000_000, 128, 2048)
+    assert 10e9 < found.device_bytes < 40e9
+    assert 10e9 < found.host_bytes < 32e9

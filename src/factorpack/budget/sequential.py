@@ -59,6 +59,7 @@ class SequentialCoder:
                 left -= done.bytes
                 self._done[name] = done if name == closer else replace(done, weight=None, moments=None)
                 bar.advance(name, done.encoded.numel)
+        release(self._compressed)
 
     def numel(self, name: str) -> int:
         return self._done[name].encoded.numel
@@ -93,7 +94,6 @@ class SequentialCoder:
         """A copy of the model to compress layer by layer, with the caller's own methods applied."""
         if self._knowledge.model is None or self._knowledge.calibration is None:
             return None
-        release(self._compressed)
         compressed = copy_network(self._knowledge.model)
         names = compressed.state_dict().keys()
         for name, encoded in self._tensors.fixed.items():
