@@ -108,13 +108,14 @@ class Resident:
             if weights:
                 module.forward = _Loading(self, weights, module.forward)
         for name in [name for name, parameter in self._absent.items() if parameter.dim() < 2]:
-            self._set(name, nn.Parameter(self._read(name), requires_grad=False))
+            # Copies: outputs are corrected in them, and a source may return its own tensor.
+            self._set(name, nn.Parameter(self._read(name).clone(), requires_grad=False))
         for prefix, module in self.network.named_modules():
             for key, buffer in list(module.named_buffers(recurse=False)):
                 name = f"{prefix}.{key}" if prefix else key
                 stored = name in self._loads and key not in module._non_persistent_buffers_set
                 values = self._loads[name]() if stored else buffer
-                module._buffers[key] = values.to(self._device, buffer.dtype)
+                module._buffers[key] = values.to(self._device, buffer.dtype, copy=True)
 
     def _read(self, name: str) -> Tensor:
         like = self._absent[name]

@@ -193,6 +193,21 @@ def test_networks_are_changed_alone(plain: Path) -> None:
     assert torch.equal(other.get_submodule("model.layers.1.mlp.up_proj").weight, decode(encoded))
 
 
+def test_a_pickled_checkpoint_stays_as_it_is(transformers: Any, tmp_path: Path) -> None:
+    """Its tensors are read from one mapping of the file: biases corrected in one network are not another's."""
+    folder = save(bert(transformers, LAYERS), tmp_path / "model")
+    state = {name: entry.load() for name, entry in open_source(folder).entries.items()}
+    (tmp_path / "pickled").mkdir()
+    torch.save(state, tmp_path / "pickled" / "pytorch_model.bin")
+    (tmp_path / "pickled" / "config.json").write_bytes((folder / "config.json").read_bytes())
+    network, source = streamed(tmp_path / "pickled")
+    before = run_model(network, batches()[0]).last_hidden_state
+    compress_to_bytes(BudgetRequest(source, network, batches(), PLANNER, {}, (), progress=False), 110_000)
+    for name, wanted in state.items():
+        assert torch.equal(source.entries[name].load(), wanted), name
+    assert torch.equal(run_model(network, batches()[0]).last_hidden_state, before)
+
+
 def test_plans_are_not_refined(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     learn = knowledge.learn

@@ -21,12 +21,12 @@ LOGIT_BYTES = 32
 """Per logit of one text while sensitivities are measured: logits, probabilities, gradients, and their squares."""
 ACTIVATION_BYTES = 16
 """Per output of a block's layers on one text: for the gradients, and in the moments of its inputs."""
-MOMENT_COPIES = 6
-"""Matrices of K x K floats while a weight of K inputs is coded: moments of batches, sums, ridge, factors."""
-WEIGHT_COPIES = 8
-"""Copies of a weight in FP32 while it is coded: adapted, latent, in steps, its codes, and their classes."""
-WRITTEN_COPIES = 8
-"""Bytes per code of the weight that is being encoded for the file."""
+MOMENT_COPIES = 10
+"""Matrices of K x K floats while a weight of K inputs is planned, as measured: moments, ridge, factors."""
+WEIGHT_COPIES = 11
+"""Copies of a weight in FP32 while it is coded, as measured: adapted, latent, in steps, its codes."""
+WRITTEN_BYTES = 14
+"""Per code of the weight that is being encoded for the file, as measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def estimate_stream_memory(
     device = 2 * _resident_bytes(network, blocks) + min(borders, BORDER_BYTES)
     device += max(coding, _backward_bytes(network, blocks, length))
     numels = [math.prod(shape) for shape in _weights(network)]
-    coded = sum(numels) + file_bytes + WRITTEN_COPIES * max(numels, default=0)
+    coded = sum(numels) + file_bytes + WRITTEN_BYTES * max(numels, default=0)
     kept = min(samples, STREAMED_SAMPLES) * border * (len(blocks) + 1)
     host = max(borders - BORDER_BYTES, 0) + max(coded, kept)
     return StreamMemory(samples, length, int(device), int(host))
