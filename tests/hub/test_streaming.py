@@ -161,8 +161,9 @@ def test_only_a_block_is_on_the_device(plain: Path, monkeypatch: pytest.MonkeyPa
     assert all(0 < each.most_held_bytes <= each.limit_bytes for each in networks)
 
 
+@pytest.mark.parametrize("saved", ["tied", "untied"], indirect=True)
 def test_weights_are_read_once_per_pass_through_the_blocks(
-    plain: Path, monkeypatch: pytest.MonkeyPatch
+    saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many batches: a model of twice as many is read as often."""
     counts = []
@@ -172,7 +173,7 @@ def test_weights_are_read_once_per_pass_through_the_blocks(
         monkeypatch.setattr(
             Resident, "_read", lambda self, name, reads=reads: (reads.append(name), read(self, name))[1]
         )
-        network, source = streamed(plain, 1)
+        network, source = streamed(saved, 1)
         request = BudgetRequest(source, network, batches()[:many], PLANNER, {}, (), progress=False)
         compress_to_bytes(request, 110_000)
         counts.append(sum(name.endswith("mlp.up_proj.weight") for name in reads))
