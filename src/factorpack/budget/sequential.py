@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -19,6 +18,7 @@ from factorpack.format.packed_file import bytes_of, rows_of
 from factorpack.methods import SecondOrder
 from factorpack.progress import Progress
 from factorpack.record import Encoded, LayerMoments
+from factorpack.resident import copy_network, release, replace_weight
 from factorpack.walk import Walk
 from factorpack.weight import Weight
 
@@ -63,6 +63,7 @@ class SequentialCoder:
                 left -= self._stored_bytes(name, done) if planned[name] >= LARGE * aim else done.bytes
                 self._done[name] = done if name == closer else replace(done, weight=None, moments=None)
                 bar.advance(name, done.encoded.numel)
+        release(self._compressed)
 
     def numel(self, name: str) -> int:
         return self._done[name].encoded.numel
@@ -81,8 +82,8 @@ class SequentialCoder:
         moments = last.moments
         if moments is not None:  # the outputs are already corrected, for the codes it has now
             moments = replace(moments, original_mean=moments.mean, original_power=None)
-        self._put(name, coded.encoded, decode(last.encoded), moments)
-        self._done[name] = replace(last, encoded=coded.encoded, step=coded.step, bytes=coded.bytes)
+        encoded = self._put(name, coded.encoded, decode(last.encoded), moments)
+        self._done[name] = replace(last, encoded=encoded, step=coded.step, bytes=coded.bytes)
 
     def zero(self, name: str) -> None:
         zero = zero_of(self._tensors.source.entries[name])
@@ -101,11 +102,11 @@ class SequentialCoder:
         """A copy of the model to compress layer by layer, with the caller's own methods applied."""
         if self._knowledge.model is None or self._knowledge.calibration is None:
             return None
-        compressed = copy.deepcopy(self._knowledge.model)
-        state = compressed.state_dict()
+        compressed = copy_network(self._knowledge.model)
+        names = compressed.state_dict().keys()
         for name, encoded in self._tensors.fixed.items():
-            if encoded.kind != "keep" and name in state:
-                state[name].copy_(decode(encoded))
+            if encoded.kind != "keep" and name in names:
+                replace_weight(compressed, name, encoded, decode(encoded))
         return compressed
 
     def _encode(self, name: str, method: SecondOrder, aim: float, walk: Walk | None) -> _Done:
@@ -116,15 +117,15 @@ class SequentialCoder:
         assert method.step is not None
         with while_compressing(name):
             coded = meet_bytes(weight, method, method.step, aim)
-        self._put(name, coded.encoded, weight.values, moments)
-        return _Done(coded.encoded, coded.step, coded.bytes, weight, moments)
+        encoded = self._put(name, coded.encoded, weight.values, moments)
+        return _Done(encoded, coded.step, coded.bytes, weight, moments)
 
-    def _put(self, name: str, encoded: Encoded, before: Tensor, moments: LayerMoments | None) -> None:
-        """Replaces a weight in the compressed network and restores its layer's mean output."""
+    def _put(self, name: str, encoded: Encoded, before: Tensor, moments: LayerMoments | None) -> Encoded:
+        """Replaces a weight in the compressed network and restores its layer's mean output; returns its codes."""
         if self._compressed is None:
-            return
+            return encoded
         weight = decode(encoded)
-        self._compressed.state_dict()[name].copy_(weight)
+        kept = replace_weight(self._compressed, name, encoded, weight)
         layer, planner = self._knowledge.layer_of.get(name), self._knowledge.planner
         if layer is not None and moments is not None and planner.correct_means:
             norm = self._knowledge.norm_of.get(layer)
@@ -136,3 +137,4 @@ class SequentialCoder:
                 moments,
                 planner.correct_variances,
             )
+        return kept
