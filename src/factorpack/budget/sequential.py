@@ -22,6 +22,8 @@ from factorpack.resident import copy_network, release, replace_weight
 from factorpack.walk import Walk
 from factorpack.weight import Weight
 
+NEARLY = 0.03
+"""How far a weight may be from its bytes: steps of equal slope matter more, and later weights keep the sum."""
 LARGE = 0.02
 """A weight with a larger share of the bytes is encoded for the file as soon as it has its codes."""
 
@@ -58,7 +60,7 @@ class SequentialCoder:
             for name in self.order:
                 bar.show(name)
                 share = left / max(sum(planned[later] for later in planned if later not in self._done), 1.0)
-                done = self._encode(name, methods[name], planned[name] * share, walk)
+                done = self._encode(name, methods[name], planned[name], share, walk)
                 # What a large weight's estimate is wrong by, all later weights make up for.
                 left -= self._stored_bytes(name, done) if planned[name] >= LARGE * aim else done.bytes
                 self._done[name] = done if name == closer else replace(done, weight=None, moments=None)
@@ -109,14 +111,15 @@ class SequentialCoder:
                 replace_weight(compressed, name, encoded, decode(encoded))
         return compressed
 
-    def _encode(self, name: str, method: SecondOrder, aim: float, walk: Walk | None) -> _Done:
-        """One weight at about `aim` bytes, put into the compressed network."""
+    def _encode(
+        self, name: str, method: SecondOrder, planned: float, share: float, walk: Walk | None
+    ) -> _Done:
+        """One weight at about a share of its planned bytes, put into the compressed network."""
         layer = self._knowledge.layer_of.get(name)
         moments = None if layer is None or walk is None else walk.moments(layer)
         weight = self._knowledge.weight(self._tensors, name, moments)
-        assert method.step is not None
         with while_compressing(name):
-            coded = meet_bytes(weight, method, method.step, aim)
+            coded = meet_bytes(weight, method, planned, planned * share, NEARLY)
         encoded = self._put(name, coded.encoded, weight.values, moments)
         return _Done(encoded, coded.step, coded.bytes, weight, moments)
 
