@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.zoo import mobilenet_v2, resnet18
+from factorpack import cuts
 from factorpack.batches import hooked, run
 from factorpack.calibrate import calibrate
+from factorpack.cuts import find_segments
 from factorpack.segments import INPUTS, Border, Forms, Segments, borders_of, run_on, run_to
 from tests.helpers import raw, seeded
 
@@ -304,3 +306,53 @@ def test_a_border_of_a_copy_is_not_changed_by_work_in_place() -> None:
     before = border.value.clone()
     run_on(model, batch, segments, border, forms)
     assert torch.equal(border.value, before)
+
+
+class Taking(Block):
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Any:
+        return super().forward(x if other is None else x + other)
+
+
+class Passing(nn.Module):
+    """Blocks that hand one tensor on; with `skip` the fifth also takes what the second returned."""
+
+    def __init__(self, skip: bool = False, scaled: bool = False) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.blocks = nn.ModuleList(Taking() for _ in range(6))
+        self.skip, self.scaled = skip, scaled
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        kept = None
+        for index, block in enumerate(self.blocks):
+            x = block(x, kept) if index == 4 else block(x)
+            if index == 1 and self.skip:
+                kept = x
+            elif index == 4:
+                kept = None
+            if self.scaled:
+                x *= 0.5
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_a_chain_of_blocks_is_cut_after_trying_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = Passing().eval(), seeded(2, 6)
+    wanted = find_segments(model, inputs)
+    tried: list[str] = []
+    holds = cuts._holds
+
+    def noted(*arguments: Any) -> bool:
+        tried.append(arguments[3].name)
+        return holds(*arguments)
+
+    monkeypatch.setattr(cuts, "_holds", noted)
+    assert find_segments(model, inputs, few_trials=True) == wanted
+    assert tried == ["blocks.0", "blocks.5"]
+
+
+@pytest.mark.parametrize("model", [Passing(skip=True), Passing(scaled=True), UNet(), nn.Linear(6, 8)])
+def test_what_is_not_a_chain_of_blocks_is_not_cut_by_its_ends(model: nn.Module) -> None:
+    """The ends of a list with a skip inside are valid cuts, and those that the skip crosses are not."""
+    inputs = seeded(2, 8 if isinstance(model, UNet) else 6)
+    assert find_segments(model.eval(), inputs, few_trials=True).cuts == ()

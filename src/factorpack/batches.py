@@ -91,9 +91,12 @@ def _takes_a_dictionary(model: nn.Module, named: Mapping[str, Tensor]) -> bool:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of a model's tensors; a model that runs on codes may have only buffers."""
+    """The device of a model's tensors; a model that runs on codes may have only buffers.
+
+    Weights on the meta device do not count: they are read onto the device of the others when they are used.
+    """
     tensors = chain(model.parameters(), model.buffers())
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+    return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
 
 
 def mask_of(batch: Any) -> Tensor | None:

@@ -27,6 +27,7 @@ from factorpack.batches import (
 from factorpack.cuts import find_segments, has_weight
 from factorpack.errors import SourceError
 from factorpack.record import LayerMoments, LayerSample
+from factorpack.resident import Resident, resident_of
 from factorpack.segments import Segments
 from factorpack.solve.moments import MomentAccumulator
 
@@ -61,8 +62,11 @@ class Calibration:
     def segments(self, model: nn.Module) -> Segments:
         """Where the model's forward pass can be cut; found once, from the first sample."""
         if not self._segments:
+            resident = resident_of(model)
             with evaluating(model):
-                self._segments.append(find_segments(model, self.batches[0]))
+                self._segments.append(find_segments(model, self.batches[0], resident is not None))
+            if resident is not None:
+                _hold_segments(resident, self._segments[0])
             if len(self._segments[0]) == 1 and len(self.order) > 1:
                 _LOGGER.info(
                     "the model cannot be cut into blocks: its layers' inputs are recomputed from the start "
@@ -198,6 +202,16 @@ def calibrate(model: nn.Module, batches: Iterable[Any], samples: int = 64) -> Ca
         raise SourceError(f"{samples} calibration samples, expected at least one")
     with evaluating(model):
         return Calibration(model, batches, samples)
+
+
+def _hold_segments(resident: Resident, segments: Segments) -> None:
+    """Lets a network hold the weights of a segment while all batches pass through it."""
+    if not segments.cuts:
+        raise SourceError(
+            f"a {type(resident.network).__name__} cannot be cut into blocks that pass one tensor on to the "
+            "next, so it cannot be streamed: open the model and compress that"
+        )
+    resident.hold_blocks([cut.module for cut in segments.cuts])
 
 
 def _take_samples(batches: Iterable[Any], samples: int) -> list[Any]:

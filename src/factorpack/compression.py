@@ -31,6 +31,7 @@ from factorpack.progress import Progress
 from factorpack.record import Encoded, LayerMoments, LayerSample, weight_of
 from factorpack.solve.moments import has_moments
 from factorpack.source import Checkpoint, Source, open_source
+from factorpack.streaming import open_streamed, streaming
 from factorpack.walk import Walk
 
 
@@ -72,6 +73,10 @@ def compress(
     "auto" for the family that the model's tensor names match. The caller's `layers` and `exclude` take
     precedence. A budget uses only what the recipe keeps raw.
 
+    With `calibration`, a budget also takes a transformers folder, for models that fit neither a GPU nor
+    memory: weights are read block by block, and only those of one block and its activations are on the GPU.
+    Sensitivities are then from 16 inputs, and `refine` is off, because it runs the whole model for every weight.
+
     `to` is a file to write: with a method, or over an engine, no more than one tensor is then in memory at a
     time. An `engine` of `factorpack.engine` hands each tensor to a worker, which reads the checkpoint itself:
     the source is then a path. With a method the file is the same as without an engine; a budget is met from
@@ -87,9 +92,15 @@ def compress(
     if to is not None and isinstance(source, str | Path):
         check_output(Path(to), source, recipe_file(recipe))
     opened = open_source(source)
-    model = source if isinstance(source, nn.Module) else None
     budgets = [budget for budget in (ratio, max_bytes, max_loss) if budget is not None]
     _check_combination(source, method, budgets, calibration, planner or curves)
+    model = source if isinstance(source, nn.Module) else None
+    if calibration is not None and isinstance(source, str | Path) and engine is None:
+        if max_loss is not None:
+            raise PlanError(
+                "max_loss runs the whole model again and again: give a ratio or max_bytes to stream"
+            )
+        model, opened = open_streamed(Path(source), opened)
     _, rules = resolve_rules(recipe, opened, method, layers or {}, exclude, DEFAULT_METHOD, bool(budgets))
     kept = Path(curves) if curves is not None else None
     settings = (planner or Planner(), rules.layers, rules.exclude, kept, progress)
@@ -107,7 +118,8 @@ def compress(
             compress_to_bytes_over(engine, Path(to), source, request, wanted)
         return load(to)
     if request is not None:
-        with work_folder(Path(to).absolute()) if to is not None else nullcontext() as parts:
+        resumable = work_folder(Path(to).absolute()) if to is not None else nullcontext()
+        with streaming(model), resumable as parts:
             return _saved(_into_budget(replace(request, parts=parts), ratio, max_bytes, max_loss), to)
     plan = rules.plan(opened)
     if model is not None and calibration is not None:
@@ -124,8 +136,12 @@ def _check_combination(
     source: Checkpoint, method: Method | None, budgets: Sequence[float], calibration: object, planning: object
 ) -> None:
     """Refuses what does not go together."""
-    if calibration is not None and not isinstance(source, nn.Module):
-        raise SourceError(f"calibration runs a model, and the source is a {type(source).__name__}")
+    streamable = isinstance(source, str | Path) and budgets
+    if calibration is not None and not isinstance(source, nn.Module) and not streamable:
+        raise SourceError(
+            f"calibration runs a model, and the source is a {type(source).__name__} (a budget also takes a "
+            "transformers folder)"
+        )
     if len(budgets) > 1 or (budgets and method is not None):
         raise PlanError("give one of a method, ratio, max_bytes and max_loss")
     if not budgets and planning is not None:

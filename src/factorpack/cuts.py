@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from factorpack.batches import forward, hooked, slice_batch
+from factorpack.errors import SourceError
 from factorpack.segments import Cut, Form, Segments, form_of, stubbed, tensor_in
 
 MOST_TRIALS = 256
@@ -34,6 +35,8 @@ class _Call:
     output: Tensor | None = None
     layers_seen: int = 0
     """How many layers had run when it ended."""
+    continues: bool = False
+    """Whether it got the very tensor that the candidate before it returned, and no earlier one is left."""
     inner: list[_Call] = field(default_factory=list)
 
 
@@ -49,17 +52,21 @@ class _Run:
     same_input: dict[str, list[str]] = field(default_factory=dict)
 
 
-def find_segments(model: nn.Module, batch: Any) -> Segments:
+def find_segments(model: nn.Module, batch: Any, few_trials: bool = False) -> Segments:
     """Cuts a model at the outputs of blocks, on the evidence of one sample.
 
     A cut is valid if the model's output, and what every later layer sees, stay the same bit for bit where
-    the module returns its stored output and everything skipped before it returns NaN.
+    the module returns its stored output and everything skipped before it returns NaN. Each trial runs the
+    model. With `few_trials` only the list with the most weights is cut, and only its ends are tried: the
+    blocks between must each get the very tensor that the one before returned.
     """
     layers = [name for name, module in model.named_modules() if has_weight(module)]
     with torch.inference_mode(False), torch.no_grad():
         sample = slice_batch(batch, 0, 1)
-        seen = _observe(model, sample, layers)
-        cuts = _valid_cuts(model, sample, seen, layers)
+        candidates = largest_list(model) if few_trials else _candidates(model)
+        seen = _observe(model, sample, layers, candidates)
+        find = _cuts_of_chain if few_trials else _valid_cuts
+        cuts = find(model, sample, seen, layers, candidates)
     times = {call.name: call.start for call in reversed(seen.calls)}
     order = list(dict.fromkeys(name for name, _ in seen.inputs))
     cuts = _with_layers_between(cuts, [times[name] for name in order if _is_matrix(model, name)])
@@ -85,16 +92,18 @@ def _is_matrix(model: nn.Module, name: str) -> bool:
     return isinstance(weight, Tensor) and weight.dim() > 1
 
 
-def _observe(model: nn.Module, sample: Any, layers: Sequence[str]) -> _Run:
+def _observe(model: nn.Module, sample: Any, layers: Sequence[str], candidates: Sequence[str]) -> _Run:
     """Runs the model once: who calls whom, and what every module returns."""
-    seen, stack = _Run(), [_Call("", -1)]
+    seen, stack, wanted = _Run(), [_Call("", -1)], set(candidates)
     names = [name for name, _ in model.named_modules() if name]
-    candidates = set(_candidates(model))
     clock = iter(range(1 << 62))
+    returned: list[tuple[weakref.ref[Tensor], int]] = []
 
     def enter(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _inputs: Any) -> None:
+        def hook(_module: nn.Module, inputs: Any) -> None:
             call = _Call(name, next(clock))
+            if name in wanted:
+                call.continues = _is_last(inputs[0] if inputs else None, returned)
             stack[-1].inner.append(call)
             stack.append(call)
             seen.calls.append(call)
@@ -105,7 +114,9 @@ def _observe(model: nn.Module, sample: Any, layers: Sequence[str]) -> _Run:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             call = stack.pop()
             call.end, call.form, call.layers_seen = next(clock), form_of(output), len(seen.inputs)
-            if name in candidates and call.form is not None:
+            if name in wanted and call.form is not None:
+                tensor = output[0] if isinstance(output, tuple) else output
+                returned.append((weakref.ref(tensor), version_of(tensor)))
                 call.output = tensor_in(output).clone()
 
         return hook
@@ -147,14 +158,24 @@ def _watching(model: nn.Module, layers: Sequence[str], seen: _Run) -> Iterator[N
         yield
 
 
-def _valid_cuts(model: nn.Module, sample: Any, seen: _Run, layers: Sequence[str]) -> list[tuple[_Call, Cut]]:
+def _is_last(value: Any, returned: Sequence[tuple[weakref.ref[Tensor], int]]) -> bool:
+    """Whether a value is the last tensor returned, unchanged, and nobody holds one of those before."""
+    if not returned or not isinstance(value, Tensor):
+        return False
+    *earlier, (last, version) = returned
+    return last() is value and version_of(value) == version and all(each() is None for each, _ in earlier)
+
+
+def _valid_cuts(
+    model: nn.Module, sample: Any, seen: _Run, layers: Sequence[str], candidates: Sequence[str]
+) -> list[tuple[_Call, Cut]]:
     """Calls after which the model can be cut, in the order they end."""
     runs = Counter(call.name for call in seen.calls)
     calls = {call.name: call for call in seen.calls if runs[call.name] == 1 and call.output is not None}
     found: list[tuple[_Call, Cut]] = []
     closed: list[str] = []
     trials = 0
-    for name in _candidates(model):
+    for name in candidates:
         matrices = [layer for layer in _layers_in(name, layers) if _is_matrix(model, layer)]
         if name not in calls or not matrices or any(name.startswith(f"{block}.") for block in closed):
             continue
@@ -167,6 +188,39 @@ def _valid_cuts(model: nn.Module, sample: Any, seen: _Run, layers: Sequence[str]
             if len(matrices) <= FEW_LAYERS:
                 closed.append(name)
     return sorted(found, key=lambda each: each[0].end)
+
+
+def _cuts_of_chain(
+    model: nn.Module, sample: Any, seen: _Run, layers: Sequence[str], candidates: Sequence[str]
+) -> list[tuple[_Call, Cut]]:
+    """All of the candidates, which are a chain, if the first and the last of them are valid cuts; else none."""
+    chain = [call for call in seen.calls if call.name in set(candidates)]
+    once = len({call.name for call in chain}) == len(chain)
+    if not chain or not once or any(call.output is None for call in chain):
+        return []
+    if not all(call.continues for call in chain[1:]):
+        return []
+    ways = {call.name: _ways_to_skip(model, seen, call, layers) for call in chain}
+    for way in range(min(map(len, ways.values()))):
+        if all(
+            _holds(model, sample, seen, end, ways[end.name][way], layers) for end in (chain[0], chain[-1])
+        ):
+            return [(call, Cut(call.name, ways[call.name][way])) for call in chain]
+    return []
+
+
+def largest_list(model: nn.Module) -> list[str]:
+    """Children of the container that has the most weights, the outermost of several."""
+    sizes = {
+        name: sum(each.numel() for each in model.get_submodule(name).parameters())
+        for name in _containers(model)
+    }
+    if not sizes:
+        return []
+    largest = max(sizes, key=lambda name: sizes[name])
+    return [
+        f"{largest}.{key}" if largest else key for key, _ in model.get_submodule(largest).named_children()
+    ]
 
 
 def _candidates(model: nn.Module) -> list[str]:
@@ -184,7 +238,15 @@ def _containers(model: nn.Module) -> list[str]:
 
 
 def _try(model: nn.Module, sample: Any, seen: _Run, call: _Call, layers: Sequence[str]) -> Cut | None:
-    """A cut that skips all it can: every module that is done, or those with weights, or blocks of its own list.
+    """A cut that skips all it can."""
+    for skipped in dict.fromkeys(_ways_to_skip(model, seen, call, layers)):
+        if _holds(model, sample, seen, call, skipped, layers):
+            return Cut(call.name, skipped)
+    return None
+
+
+def _ways_to_skip(model: nn.Module, seen: _Run, call: _Call, layers: Sequence[str]) -> list[tuple[str, ...]]:
+    """Every module that is done before a call, or those with weights, or blocks of its own list.
 
     The last is for models in which all blocks use what a small layer made of the input.
     """
@@ -195,10 +257,7 @@ def _try(model: nn.Module, sample: Any, seen: _Run, call: _Call, layers: Sequenc
     blocks = [name for name in heavy if any(name.startswith(f"{each}." if each else "") for each in lists)]
     again = len(_layers_in_all(heavy, layers)) - len(_layers_in_all(blocks, layers))
     worth_it = 0 < again < len(_layers_in_all(blocks, layers))
-    for skipped in dict.fromkeys((tuple(done), tuple(heavy), *([tuple(blocks)] if worth_it else []))):
-        if _holds(model, sample, seen, call, skipped, layers):
-            return Cut(call.name, skipped)
-    return None
+    return [tuple(done), tuple(heavy), *([tuple(blocks)] if worth_it else [])]
 
 
 def _layers_in(name: str, layers: Sequence[str]) -> list[str]:
@@ -253,6 +312,8 @@ def _holds(
     try:
         with stubbed(model, stubs), _watching(model, layers, again):
             again.outputs = _output_checksums(forward(model, sample))
+    except SourceError:  # a weight that cannot be read
+        raise
     except Exception:  # whatever a model may do with NaN: it cannot be cut here
         return False
     same_after = again.inputs[passed[0] :] == seen.inputs[call.layers_seen :] if len(passed) == 1 else False

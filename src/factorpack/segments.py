@@ -7,7 +7,7 @@ that are done with are replaced for that call by stubs that cost nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -101,8 +101,15 @@ INPUTS = Border()
 
 def run_on(model: nn.Module, batch: Any, segments: Segments, start: Border, forms: Forms) -> Any:
     """Runs a model from a border: its output, or None where a hook stopped it."""
-    with stubbed(model, _stubs(segments, start, forms)):
+    with starting_from(model, segments, start, forms):
         return run(model, batch)
+
+
+def starting_from(
+    model: nn.Module, segments: Segments, start: Border, forms: Forms
+) -> AbstractContextManager[None]:
+    """A model that starts from a border inside the block."""
+    return stubbed(model, _stubs(segments, start, forms))
 
 
 def run_to(

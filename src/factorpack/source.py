@@ -267,9 +267,12 @@ def _safetensors_entries(path: Path) -> Iterator[tuple[str, Entry]]:
 def _lazy_load(path: Path, name: str) -> Callable[[], Tensor]:
     def load() -> Tensor:
         # Reopened for each tensor: a mapped file that stays open keeps every page it has read resident.
-        with safe_open(path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise SourceError(f"tensor {name!r} can no longer be read from {path}: {error}") from error
+        return tensor
 
     return load
 

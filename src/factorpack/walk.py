@@ -14,6 +14,7 @@ from factorpack.cuts import version_of
 from factorpack.engine.memory import free_bytes
 from factorpack.errors import SourceError
 from factorpack.record import LayerMoments, LayerSample
+from factorpack.resident import resident_of
 from factorpack.segments import INPUTS, Border, Forms, run_on, run_to
 from factorpack.solve.moments import MomentAccumulator, has_moments, unfolding
 
@@ -137,15 +138,18 @@ class Walk:
     def _move_to(self, segment: int) -> None:
         """Runs every network on every batch up to a segment, unless that takes too much memory to keep."""
         self._kept = {name: kept for name, kept in self._kept.items() if self.segment_of(name) == segment}
-        changes = self._changes_at(segment)
-        for network, model in enumerate(self._networks):
-            for index in self._batches:
-                border = run_to(model, *self._context(network, index), segment)
-                if (network, index) == (0, 0) and not self._fits(border):
-                    self._too_large.add(segment)
-                    return
-                self._borders[network][index] = self._stored(border)
-        self._place, self._changes = segment, changes
+        # A network that reads its weights reads those of a segment once for all batches.
+        streamed = resident_of(self._original) is not None
+        for place in range(self._place + 1, segment + 1) if streamed else [segment]:
+            changes = self._changes_at(place)
+            for network, model in enumerate(self._networks):
+                for index in self._batches:
+                    border = run_to(model, *self._context(network, index), place)
+                    if (network, index) == (0, 0) and not self._fits(border):
+                        self._too_large.add(segment)
+                        return
+                    self._borders[network][index] = self._stored(border)
+            self._place, self._changes = place, changes
 
     def _context(self, network: int, index: int) -> tuple[Any, Any, Border, Forms]:
         """What a pass of a network on a batch starts from."""
@@ -153,12 +157,21 @@ class Walk:
         return batch, self._segments, self._borders[network][index], self._forms[index]
 
     def _fits(self, first: Border) -> bool:
-        """Whether the borders of all batches fit into memory, judged by the first."""
+        """Whether the borders of all batches fit into memory, judged by the first.
+
+        A network that reads its weights must keep them: without, each batch would read the whole network.
+        """
         free, batches = free_bytes(), self._calibration.batches
         total = first.bytes / batch_size(batches[0]) * len(self._calibration) * len(self._networks)
         if device_of(self._original).type != "cpu":
             total -= self._border_bytes
-        return free is None or total <= HOST_SHARE * free
+        fits = free is None or total <= HOST_SHARE * free
+        if not fits and resident_of(self._original) is not None:
+            raise SourceError(
+                f"the activations between two blocks take {total:.3g} bytes, more than half of the free memory: "
+                "give fewer or shorter samples"
+            )
+        return fits
 
     def _stored(self, border: Border) -> Border:
         value = border.value
@@ -277,8 +290,11 @@ def _results(running: Sequence[tuple[list[str], MomentAccumulator]]) -> dict[str
 def _first_uses(model: nn.Module, order: Sequence[str]) -> list[tuple[int, Tensor]]:
     """The tensors of a network's layers, and the place in the order of the first layer that has them."""
     found: dict[int, tuple[int, Tensor]] = {}
+    streamed = resident_of(model) is not None
     for place, name in enumerate(order):
         layer = model.get_submodule(name)
         for tensor in [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]:
+            if streamed and tensor.dim() > 1:
+                continue  # it comes and goes, and is never changed in place
             found.setdefault(id(tensor), (place, tensor))
     return list(found.values())

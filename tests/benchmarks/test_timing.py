@@ -36,6 +36,15 @@ def test_saving_alone_is_measured() -> None:
     assert saved["save"]["file_bytes"] > 0
 
 
+def test_a_checkpoint_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llamas, "SHARD_ELEMENTS", 4096)
+    shape = SMALL | {"layers": 2}
+    row = timing.run(ratio=4.0, llama=shape, samples=4, length=16, batch=1, held_out=1, streamed=True)
+    assert row["blocks"] == 2
+    assert row["budget"]["file_ratio"] >= 4
+    assert row["budget"]["divergence"] > 0
+
+
 def test_every_experiment_is_in_the_table(found: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     stored = {"command": "", "machine": machine(), "result": found | {"save": found["budget"]["save"]}}
     monkeypatch.setattr(timing, "load_result", lambda _folder, _case: stored)

@@ -112,6 +112,21 @@ def test_a_killed_run_goes_on_to_the_same_bytes(case: str, tmp_path: Path, watch
         out.unlink()
 
 
+def test_a_streamed_run_goes_on(tmp_path: Path, watch: Watch) -> None:
+    language_model().save_pretrained(tmp_path / "model")  # type: ignore[operator]
+
+    def stream(out: Path) -> bytes:
+        fp.compress(tmp_path / "model", calibration=tokens(), ratio=4.0, to=out, progress=False)
+        return out.read_bytes()
+
+    expected = stream(tmp_path / "whole")
+    whole = list(watch.kept)
+    for stop in range(1, len(whole), 5):
+        watch.kill(stop, lambda: stream(tmp_path / "out"))
+        assert stream(tmp_path / "out") == expected
+        assert watch.kept == whole[stop:]
+
+
 def test_each_pass_goes_on(tmp_path: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meet, "LEAST", 0.99999)  # so that one pass does not suffice
     expected = compress(tmp_path / "whole", small(), [SMALL])

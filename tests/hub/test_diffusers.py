@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import factorpack as fp
 from factorpack.commands import app
 from factorpack.errors import SourceError
-from factorpack.hub.folder import CARD, CONFIG, open_folder
+from factorpack.model_folder import CARD, CONFIG, open_folder
 
 
 @pytest.fixture

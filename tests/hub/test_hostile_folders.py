@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import factorpack as fp
 from factorpack.errors import FormatError, SourceError
-from factorpack.hub.folder import PACKED_FILE, open_folder
+from factorpack.model_folder import PACKED_FILE, open_folder
 from factorpack.source import open_source
 from tests.helpers import seeded
 from tests.hub.conftest import llama

@@ -209,12 +209,16 @@ def curves_of(weights: Sequence[Weight], methods: Sequence[SecondOrder], bits: f
     ]
 
 
-def meet_bytes(weight: Weight, method: SecondOrder, step: float, aim: float) -> Coded:
-    """The weight at about `aim` bytes, searching from `step`."""
+def meet_bytes(
+    weight: Weight, method: SecondOrder, planned: float, aim: float, within: float = 0.01
+) -> Coded:
+    """The weight at about `aim` bytes, searching from the method's step, at which `planned` bytes are expected."""
+    assert method.step is not None
     search = StepSearch(weight.numel)
+    step = method.step * search.factor(planned, aim)
     for _ in range(4):
         coded = encode_with_step(weight, method, step)
-        if abs(coded.bytes - aim) <= 0.01 * aim + 32:
+        if abs(coded.bytes - aim) <= within * aim + 32:
             break
         step = search.next_after(step, coded.bytes, aim)
     return coded

@@ -13,10 +13,12 @@ from factorpack.budget.embeddings import embedding_moments, row_moments
 from factorpack.budget.journal import NOTHING_KEPT, Finished, Journal
 from factorpack.budget.norms import norms_after
 from factorpack.budget.planner import HELD_OUT_SHARE, Planner
+from factorpack.budget.segment_gradients import measure_information_by_segment
 from factorpack.budget.sensitivity import measure_information
 from factorpack.budget.tensors import Tensors
 from factorpack.calibrate import Calibration
 from factorpack.record import LayerMoments, weight_of
+from factorpack.resident import resident_of
 from factorpack.solve.moments import has_moments
 from factorpack.walk import Walk
 from factorpack.weight import Weight
@@ -71,6 +73,8 @@ class Knowledge:
 
     def _groups(self, tensors: Tensors, walk: Walk | None) -> Iterator[list[str]]:
         """Weights whose moments fit into memory at once: whole segments, where one does not exceed it."""
+        # A streamed model reads the weights of one segment at a time.
+        alone = self.model is not None and resident_of(self.model) is not None
         segment_of = {name: walk.segment_of(layer) for name, layer in self.layer_of.items()} if walk else {}
         size_of = {name: _moment_bytes(tensors.source.entries[name].shape) for name in self.layer_of}
         group: list[str] = []
@@ -79,7 +83,7 @@ class Knowledge:
             segment, size = segment_of.get(name), size_of.get(name, 0)
             together = sum(size_of[each] for each, its in segment_of.items() if its == segment)
             needed = size if segment is None or segment == last else together
-            if group and held_bytes + needed > MOMENT_BYTES:
+            if group and (held_bytes + needed > MOMENT_BYTES or (alone and segment != last)):
                 yield group
                 group, held_bytes = [], 0
             group, held_bytes, last = [*group, name], held_bytes + size, segment
@@ -95,7 +99,9 @@ def learn(
     if model is None or calibration is None:
         return Knowledge(planner, model)
     held_out = None
-    if planner.refine and planner.equal_slope and len(calibration) >= FEWEST_TO_SPLIT:
+    # What each weight alone does is measured by whole forward passes, each of which would read a streamed model.
+    streamed = resident_of(model) is not None
+    if not streamed and planner.refine and planner.equal_slope and len(calibration) >= FEWEST_TO_SPLIT:
         calibration, held_out = calibration.split(HELD_OUT_SHARE)
     layer_of = _layers_with_moments(model, calibration, tensors.coded)
     # A norm that stays as it is cannot correct a mean.
@@ -137,15 +143,29 @@ def _measure_sensitivities(
     """What errors in each layer's outputs cost, and errors in the rows of embeddings."""
     tables = _embeddings(model, calibration, tensors.coded, tensors.source.aliases)
     layers = [*layer_of.values(), *(layer for users in tables.values() for layer in users)]
-    found = measure_information(model, calibration, layers, SENSITIVITY_SAMPLES)
+    streamed = resident_of(model) is not None
+    if streamed:
+        found = measure_information_by_segment(model, calibration, layers)
+    else:
+        found = measure_information(model, calibration, layers, SENSITIVITY_SAMPLES)
     sensitivity = {name: found[layer].level for name, layer in layer_of.items()}
     row_costs: dict[str, LayerMoments] = {}
     for name, (table, *heads) in tables.items():
-        seen = calibration.moments(heads, model) if heads else {}
+        seen = _moments_of_heads(heads, calibration, model, streamed)
         tied = [(seen[head].second[0], found[head].level) for head in heads]
         rows = tensors.source.entries[name].shape[0]
         row_costs[name], sensitivity[name] = embedding_moments(found[table], rows, tied)
     return sensitivity, row_costs
+
+
+def _moments_of_heads(
+    heads: Sequence[str], calibration: Calibration, model: nn.Module, streamed: bool
+) -> dict[str, LayerMoments]:
+    """Moments of the inputs of the heads that are tied to an embedding."""
+    if not streamed:
+        return calibration.moments(heads, model) if heads else {}
+    walk = Walk(calibration, model, None, heads)
+    return {head: walk.moments(head) for head in heads}
 
 
 def _layers_with_moments(model: nn.Module, calibration: Calibration, coded: Sequence[str]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from factorpack.budget.excerpt import excerpt_of, measure_a_few
 from factorpack.budget.goals import budget_bytes, original_bytes
 from factorpack.budget.meet import AIM
 from factorpack.budget.planner import BudgetRequest, Planner
+from factorpack.budget.stream_memory import StreamMemory, estimate_stream_memory
 from factorpack.budget.tensors import Tensors, split_tensors
 from factorpack.errors import PlanError, while_compressing
 from factorpack.format.container import file_header, stored
@@ -65,6 +66,8 @@ class Preview:
     smallest_bytes: int | None = None
     """With a budget: the file in which every weight is zero. Nothing smaller is possible."""
     planner: Planner | None = None
+    stream: StreamMemory | None = None
+    """With `samples`: memory of a calibrated run that reads the model block by block."""
 
     @property
     def file_bytes(self) -> int:
@@ -89,13 +92,16 @@ def plan(
     exclude: Sequence[str] = (),
     recipe: str | Path | None = None,
     planner: Planner | None = None,
+    samples: int | None = None,
+    length: int = 2048,
 ) -> Preview:
     """Estimates what `compress` would do with the same arguments. Nothing is written.
 
     Sizes and seconds come from encoding an excerpt of every weight, 65,536 values of it or a few more, for no
     more than three weights of the same shape. Memory is that of the largest weight times a measured factor.
     With a budget the estimate is from the weights alone: calibration data would distribute the same bytes
-    differently, and take longer.
+    differently, and take longer. With `samples`, of `length` tokens each, the result's `stream` has the memory
+    of a calibrated run that reads a transformers folder block by block.
 
     >>> print(fp.plan("resnet18.safetensors", ratio=12).file_bytes)  # doctest: +SKIP
     """
@@ -103,6 +109,10 @@ def plan(
     budgets = [budget for budget in (ratio, max_bytes) if budget is not None]
     if len(budgets) + (method is not None) > 1:
         raise PlanError("give one of a method, ratio and max_bytes")
+    if samples is not None and not (budgets and isinstance(source, str | Path)):
+        raise PlanError(
+            "samples are for streaming a transformers folder into a budget: give ratio or max_bytes"
+        )
     name, rules = resolve_rules(recipe, opened, method, layers or {}, exclude, DEFAULT_METHOD, bool(budgets))
     if not budgets:
         return _preview(opened, _by_rules(opened, rules), name)
@@ -110,7 +120,10 @@ def plan(
     request = BudgetRequest(opened, None, None, planner, rules.layers, rules.exclude, progress=False)
     tensors = split_tensors(request)
     preview = _preview(opened, _by_budget(tensors, planner, wanted), name)
-    return replace(preview, budget_bytes=wanted, smallest_bytes=tensors.smallest_bytes, planner=planner)
+    preview = replace(preview, budget_bytes=wanted, smallest_bytes=tensors.smallest_bytes, planner=planner)
+    if samples is None or not isinstance(source, str | Path):
+        return preview
+    return replace(preview, stream=estimate_stream_memory(Path(source), opened, wanted, samples, length))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class Information:
 
 
 @dataclass(slots=True, eq=False)
-class _Sums:
+class Sums:
     """Sums over predictions, on the device of the layer, so that no batch waits for them."""
 
     level: Tensor | None = None
@@ -60,15 +60,12 @@ def measure_information(
     deviation is their own RMS.
     """
     generator = torch.Generator(device_of(model)).manual_seed(seed)
-    totals = {name: _Sums() for name in layers}
+    totals = {name: Sums() for name in layers}
     seen, predictions = 0, 0
     for batch in calibration.batches if layers else []:
         found = _add_gradients(totals, model, batch, generator)
         if found is None:
-            raise SourceError(
-                "the model returns NaN or infinity on the calibration data; the first layer with them in its "
-                f"input or output is {calibration.first_not_finite(model)!r}"
-            )
+            raise not_finite(model, calibration)
         predictions += found
         seen += batch_size(batch)
         if seen >= samples:
@@ -77,7 +74,7 @@ def measure_information(
 
 
 def _add_gradients(
-    totals: dict[str, _Sums], model: nn.Module, batch: Any, generator: torch.Generator
+    totals: dict[str, Sums], model: nn.Module, batch: Any, generator: torch.Generator
 ) -> int | None:
     """Adds what one batch shows of each layer; returns its number of predictions, None if some are NaN."""
     outputs: list[tuple[str, Tensor]] = []
@@ -96,14 +93,9 @@ def _add_gradients(
         hooked(model, after={name: catch(name) for name in totals}),
     ):
         predictions = predictions_of(forward(model, batch), batch)
-        loss = _log_likelihood(predictions, generator)
+        loss = log_likelihood(predictions, generator)
         if loss is None:
             return None
-        if not loss.requires_grad:
-            raise SourceError(
-                "the model's outputs have no gradient, so its layers' sensitivities cannot be measured: "
-                "its forward must run without torch.no_grad() or a conversion to integers"
-            )
         found = torch.autograd.grad(loss, [output for _, output in outputs], allow_unused=True)
     for (name, output), gradient in zip(outputs, found, strict=True):
         if gradient is not None:
@@ -111,8 +103,25 @@ def _add_gradients(
     return len(predictions.values)
 
 
-def _log_likelihood(predictions: Predictions, generator: torch.Generator) -> Tensor | None:
+def not_finite(model: nn.Module, calibration: Calibration) -> SourceError:
+    return SourceError(
+        "the model returns NaN or infinity on the calibration data; the first layer with them in its "
+        f"input or output is {calibration.first_not_finite(model)!r}"
+    )
+
+
+def log_likelihood(predictions: Predictions, generator: torch.Generator) -> Tensor | None:
     """The log-likelihood of labels drawn from the predictions, summed over all of them; None where they are NaN."""
+    loss = _likelihood(predictions, generator)
+    if loss is not None and not loss.requires_grad:
+        raise SourceError(
+            "the model's outputs have no gradient, so its layers' sensitivities cannot be measured: "
+            "its forward must run without torch.no_grad() or a conversion to integers"
+        )
+    return loss
+
+
+def _likelihood(predictions: Predictions, generator: torch.Generator) -> Tensor | None:
     values = predictions.values
     if predictions.are_logits:
         shares = values.detach().float().softmax(1).to(generator.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -20,9 +19,12 @@ from factorpack.format.packed_file import bytes_of, rows_of
 from factorpack.methods import SecondOrder
 from factorpack.progress import Progress
 from factorpack.record import Encoded, LayerMoments
+from factorpack.resident import copy_network, release, replace_weight
 from factorpack.walk import Walk
 from factorpack.weight import Weight
 
+NEARLY = 0.03
+"""How far a weight may be from its bytes: steps of equal slope matter more, and later weights keep the sum."""
 LARGE = 0.02
 """A weight with a larger share of the bytes is encoded for the file as soon as it has its codes."""
 
@@ -67,7 +69,7 @@ class SequentialCoder:
                 if kept is not None:
                     done = self._resume(name, kept, walk, name == closer)
                 else:
-                    done = self._encode(name, methods[name], planned[name] * share, walk)
+                    done = self._encode(name, methods[name], planned[name], share, walk)
                 # What a large weight's estimate is wrong by, all later weights make up for.
                 left -= self._stored_bytes(name, done) if planned[name] >= LARGE * aim else done.bytes
                 if kept is None:
@@ -76,6 +78,7 @@ class SequentialCoder:
                 journal = journal.after_finished(name, kept)
                 self._done[name] = done if name == closer else replace(done, weight=None, moments=None)
                 bar.advance(name, done.encoded.numel)
+        release(self._compressed)
 
     def numel(self, name: str) -> int:
         return self._done[name].encoded.numel
@@ -94,8 +97,8 @@ class SequentialCoder:
         moments = last.moments
         if moments is not None:  # the outputs are already corrected, for the codes it has now
             moments = replace(moments, original_mean=moments.mean, original_power=None)
-        self._put(name, coded.encoded, decode(last.encoded), moments)
-        self._done[name] = replace(last, encoded=coded.encoded, step=coded.step, bytes=coded.bytes)
+        encoded = self._put(name, coded.encoded, decode(last.encoded), moments)
+        self._done[name] = replace(last, encoded=encoded, step=coded.step, bytes=coded.bytes)
 
     def zero(self, name: str) -> None:
         zero = zero_of(self._tensors.source.entries[name])
@@ -114,22 +117,23 @@ class SequentialCoder:
         """A copy of the model to compress layer by layer, with the caller's own methods applied."""
         if self._knowledge.model is None or self._knowledge.calibration is None:
             return None
-        compressed = copy.deepcopy(self._knowledge.model)
-        state = compressed.state_dict()
+        compressed = copy_network(self._knowledge.model)
+        names = compressed.state_dict().keys()
         for name, encoded in self._tensors.fixed.items():
-            if encoded.kind != "keep" and name in state:
-                state[name].copy_(decode(encoded))
+            if encoded.kind != "keep" and name in names:
+                replace_weight(compressed, name, encoded, decode(encoded))
         return compressed
 
-    def _encode(self, name: str, method: SecondOrder, aim: float, walk: Walk | None) -> _Done:
-        """One weight at about `aim` bytes, put into the compressed network."""
+    def _encode(
+        self, name: str, method: SecondOrder, planned: float, share: float, walk: Walk | None
+    ) -> _Done:
+        """One weight at about a share of its planned bytes, put into the compressed network."""
         weight, moments = self._weight(name, walk)
-        assert method.step is not None
         with while_compressing(name):
-            coded = meet_bytes(weight, method, method.step, aim)
-        self._put(name, coded.encoded, weight.values, moments)
+            coded = meet_bytes(weight, method, planned, planned * share, NEARLY)
+        encoded = self._put(name, coded.encoded, weight.values, moments)
         # Where it will be encoded: no copy of the codes stays on a GPU.
-        return _Done(on_cpu(coded.encoded), coded.step, coded.bytes, weight, moments)
+        return _Done(on_cpu(encoded), coded.step, coded.bytes, weight, moments)
 
     def _weight(self, name: str, walk: Walk | None) -> tuple[Weight, LayerMoments | None]:
         """A weight, with the moments of its inputs in the network as compressed so far."""
@@ -142,8 +146,9 @@ class SequentialCoder:
         assert kept.encoded is not None
         weight, moments = self._weight(name, walk) if is_closer else (None, None)
         if self._compressed is not None:
+            replace_weight(self._compressed, name, kept.encoded, decode(kept.encoded))
             state = self._compressed.state_dict()
-            for key, value in {name: decode(kept.encoded), **kept.tensors}.items():
+            for key, value in kept.tensors.items():
                 state[key].copy_(value)
         return _Done(kept.encoded, kept.document["step"], kept.document["bytes"], weight, moments)
 
@@ -155,12 +160,12 @@ class SequentialCoder:
         corrected = {key: state[key] for key in keys if key in state}
         return Finished({"step": done.step, "bytes": done.bytes}, corrected, done.encoded)
 
-    def _put(self, name: str, encoded: Encoded, before: Tensor, moments: LayerMoments | None) -> None:
-        """Replaces a weight in the compressed network and restores its layer's mean output."""
+    def _put(self, name: str, encoded: Encoded, before: Tensor, moments: LayerMoments | None) -> Encoded:
+        """Replaces a weight in the compressed network and restores its layer's mean output; returns its codes."""
         if self._compressed is None:
-            return
+            return encoded
         weight = decode(encoded)
-        self._compressed.state_dict()[name].copy_(weight)
+        kept = replace_weight(self._compressed, name, encoded, weight)
         layer, planner = self._knowledge.layer_of.get(name), self._knowledge.planner
         if layer is not None and moments is not None and planner.correct_means:
             norm = self._knowledge.norm_of.get(layer)
@@ -172,3 +177,4 @@ class SequentialCoder:
                 moments,
                 planner.correct_variances,
             )
+        return kept

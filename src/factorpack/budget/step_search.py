@@ -23,7 +23,7 @@ class StepSearch:
 
     def next_after(self, number: float, size: int, wanted: float) -> float:
         """What to try next, after `number` gave `size` bytes where `wanted` are needed."""
-        guess = number * float(2.0 ** self._octaves(number, size, wanted))
+        guess = number * self.factor(size, wanted, number)
         self.known.append((number, size))
         if size > wanted:
             self.low = number if self.low is None else max(self.low, number)
@@ -37,14 +37,15 @@ class StepSearch:
         """The largest setting known to give too many bytes; `number` where there is none."""
         return self.low if self.low is not None else number
 
-    def _octaves(self, number: float, size: int, wanted: float) -> float:
+    def factor(self, size: float, wanted: float, number: float | None = None) -> float:
+        """What to multiply a setting by that gives, or is expected to give, `size` bytes."""
         slope = -max(self.numel / 8, 1.0)  # bytes an octave, where steps are fine
         if size < self.numel / 8:  # coarse steps: about a bit of every code that is not zero
             slope = -max(0.6 * size, 1.0)
-        if self.known and self.known[-1][0] != number and self.known[-1][1] != size:
+        if number is not None and self.known and self.known[-1][0] != number and self.known[-1][1] != size:
             before, then = self.known[-1]
             slope = min((size - then) / log2(number / before), -0.05 * self.numel / 8)
-        return max(-1.5, min(1.5, (wanted - size) / slope))
+        return float(2.0 ** max(-1.5, min(1.5, (wanted - size) / slope)))
 
 
 class GapSearch:

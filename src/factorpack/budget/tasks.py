@@ -191,10 +191,11 @@ def encode_weight(tensor: StoredTensor, method: SecondOrder, aim: float | None, 
     assert method.step is not None
     with unchanged(tensor) as source, while_compressing(tensor.name):
         weight = source.weight(tensor.name)
-        if aim is None:
-            coded = encode_with_step(weight, method, method.step)
-        else:
-            coded = meet_bytes(weight, method, method.step, aim)
+        coded = (
+            encode_with_step(weight, method, method.step)
+            if aim is None
+            else meet_bytes(weight, method, aim, aim)
+        )
     write_packed(file, [(tensor.name, coded.encoded)], {})
 
 

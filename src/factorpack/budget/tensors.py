@@ -47,7 +47,9 @@ class Tensors:
         if compressed is not None:
             state = compressed.state_dict()
             for name, encoded in fixed.items():
-                if encoded.kind == "keep" and not encoded.by_caller and name in state:
+                # A weight on the meta device was not changed.
+                changed = name in state and not state[name].is_meta
+                if encoded.kind == "keep" and not encoded.by_caller and changed:
                     fixed[name] = Keep().encode(Weight(state[name])).noted(encoded.note)
         small = small_leftovers(fixed, self.model, self.fold_norms)
         return {name: coded[name] if name in coded else small[name] for name in self.source.entries}

@@ -20,6 +20,7 @@ from factorpack.commands.options import (
     ImageSize,
     Json,
     LatentBits,
+    Length,
     MaxBytes,
     MethodName,
     OptionalModel,
@@ -31,6 +32,7 @@ from factorpack.commands.options import (
     Settings,
     Source,
     Sparsity,
+    Stream,
 )
 from factorpack.report.text import size_json, size_summary
 
@@ -61,8 +63,9 @@ def compress(
         ),
     ] = None,
     samples: Samples = 256,
-    length: Annotated[int, typer.Option(help="Tokens per text to calibrate on.")] = 128,
+    length: Length = 128,
     image_size: ImageSize = 224,
+    stream: Stream = False,
     curves: Annotated[
         Path | None, typer.Option(help="Keep rate-distortion curves here (JSON), for this and later budgets.")
     ] = None,
@@ -79,6 +82,9 @@ def compress(
     tokenizer, config and a model card. With neither budget nor method a recipe for the model's family is
     followed, if the tensors' names match one. With a method, biases, norms and the first convolution stay
     raw and the classifier gets 4-bit codes. `factorpack plan` shows beforehand what the result would be.
+
+    A model that does not fit the GPU is calibrated with --stream: the weights of one block at a time are on
+    it, and in memory. `factorpack plan --stream` shows beforehand how much of both that takes.
 
     Every setting of a method can be given with --set KEY=VALUE, as often as needed; `factorpack methods` lists
     them with their defaults. --rank, --latent-bits, --sparsity and --bits are short for the usual ones.
@@ -103,6 +109,8 @@ def compress(
 
         factorpack compress folder/ -o small-folder --ratio 8 --calibration sentences.txt
 
+        factorpack compress folder/ -o small-folder --ratio 8 --calibration texts.txt --length 2048 --stream
+
         factorpack compress folder/ -o small.safetensors --method scalar --bits 4 --engine local --workers 8
     """
     shorthands = {"rank": rank, "latent_bits": latent_bits, "sparsity": sparsity, "bits": bits}
@@ -121,6 +129,7 @@ def compress(
         image_size,
         curves,
         engine_of(engine, workers),
+        stream,
     )
     request.check_outputs(output)
     request.check()

@@ -17,10 +17,10 @@ from factorpack.compression import compress
 from factorpack.engine import Engine
 from factorpack.errors import PlanError
 from factorpack.format.overwrite import check_output
-from factorpack.hub.folder import is_model_folder, open_folder
 from factorpack.hub.load import from_pretrained, tokenizer_of
 from factorpack.hub.save import write_folder
-from factorpack.hub.texts import line_batches, token_batches
+from factorpack.hub.texts import TEXTS_AT_ONCE, line_batches, token_batches
+from factorpack.model_folder import is_model_folder, open_folder
 from factorpack.packed import Packed
 from factorpack.per_tensor import parts_folder
 from factorpack.planning.families import AUTO, DEFAULT_METHOD, NONE, named_recipe, recipe_file
@@ -53,13 +53,15 @@ class CompressRequest:
     image_size: int = 224
     curves: Path | None = None
     engine: Engine | None = None
+    stream: bool = False
+    """Whether a folder's model is read block by block."""
 
     @property
     def has_budget(self) -> bool:
         return any(budget is not None for budget in (self.ratio, self.max_bytes, self.max_loss))
 
-    def check(self) -> None:
-        """Refuses what does not go together, before any work is done."""
+    def check(self, planned_only: bool = False) -> None:
+        """Refuses what does not go together, before any work is done; a plan needs no calibration data."""
         if self.has_budget and self.method.given:
             raise PlanError("a budget chooses methods and settings itself: give one or the other")
         if self.method.given and self.recipe not in (None, NONE):
@@ -77,6 +79,12 @@ class CompressRequest:
             )
         if self.method.given and self.model is not None and self.calibration is None:
             raise PlanError("with a method, --model serves --calibration: give both")
+        budget = self.ratio is not None or self.max_bytes is not None
+        if self.stream and (not (self.calibration or planned_only) or self.model is not None or not budget):
+            raise PlanError(
+                "--stream reads the model of a Hugging Face folder block by block, to calibrate it: give "
+                "--calibration and one of --ratio and --max-bytes, and leave out --model and --method"
+            )
         self.method.make()
 
     def check_outputs(self, output: Path) -> None:
@@ -100,8 +108,16 @@ class CompressRequest:
 
     def preview(self) -> Preview:
         """What `run` would come to."""
-        budget = {"ratio": self.ratio, "max_bytes": self.max_bytes}
-        return plan(self.source, self.method.make(), exclude=self.exclude, recipe=self.recipe, **budget)  # type: ignore[arg-type]
+        return plan(
+            self.source,
+            self.method.make(),
+            ratio=self.ratio,
+            max_bytes=self.max_bytes,
+            exclude=self.exclude,
+            recipe=self.recipe,
+            samples=self.samples if self.stream else None,
+            length=self.length,
+        )
 
     def run(self, output: Path, progress: bool = True) -> Packed:
         """Writes a packed file, or a folder for a model's folder."""
@@ -149,6 +165,8 @@ class CompressRequest:
             raise PlanError(
                 "--calibration runs the model on images: say what makes it with --model module:callable"
             )
+        if self.stream:
+            return self.source, self._texts()
         return from_pretrained(self.source).to(default_device()), self._texts()
 
     def _texts(self) -> Iterable[Any]:
@@ -156,7 +174,8 @@ class CompressRequest:
         assert self.calibration is not None
         folder = open_folder(self.source)
         batches = token_batches if folder.architecture.endswith(_CAUSAL) else line_batches
-        return batches(self.calibration, tokenizer_of(folder), self.length, self.samples)
+        at_once = 1 if self.stream else TEXTS_AT_ONCE  # the logits of several texts may not fit a GPU
+        return batches(self.calibration, tokenizer_of(folder), self.length, self.samples, at_once)
 
 
 def _write_beside(output: Path, write: Callable[[Path], Packed]) -> Callable[[Path], object]:

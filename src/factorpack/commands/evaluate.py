@@ -14,9 +14,9 @@ from factorpack.commands.image_data import ImageData, accuracy_text
 from factorpack.commands.options import BatchSize, ImageSize, Json, OptionalData, OptionalModel, Workers
 from factorpack.errors import PlanError
 from factorpack.format.container import is_packed
-from factorpack.hub.folder import open_folder
 from factorpack.hub.load import from_pretrained, tokenizer_of
 from factorpack.hub.texts import perplexity, windows
+from factorpack.model_folder import open_folder
 from factorpack.packed import load
 from factorpack.runtime.apply import MODES, LayerReport, Mode
 from factorpack.source import import_model

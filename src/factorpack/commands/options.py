@@ -34,6 +34,7 @@ Workers = Annotated[int, typer.Option(help="Processes that read images.")]
 Samples = Annotated[
     int, typer.Option(help="Images or texts to calibrate on; more are better, up to about 1,000.")
 ]
+Length = Annotated[int, typer.Option(help="Tokens per text to calibrate on.")]
 
 # What decides what a packed file will be.
 Ratio = Annotated[
@@ -83,6 +84,14 @@ Exclude = Annotated[
 ]
 
 # Where the work is done.
+Stream = Annotated[
+    bool,
+    typer.Option(
+        "--stream",
+        help="With --calibration and a Hugging Face folder: read the weights block by block, for a model "
+        "larger than the GPU or memory. Sensitivities are from 16 texts, and plans are not refined.",
+    ),
+]
 EngineName = Annotated[
     str | None,
     typer.Option(

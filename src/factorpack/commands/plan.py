@@ -16,14 +16,17 @@ from factorpack.commands.options import (
     Exclude,
     Json,
     LatentBits,
+    Length,
     MaxBytes,
     MethodName,
     Rank,
     Ratio,
     RecipeName,
+    Samples,
     Settings,
     Source,
     Sparsity,
+    Stream,
     Top,
 )
 from factorpack.report.text import human_bytes, plain
@@ -41,6 +44,9 @@ def plan(
     bits: Bits = None,
     recipe: RecipeName = None,
     exclude: Exclude = None,
+    stream: Stream = False,
+    samples: Samples = 256,
+    length: Length = 128,
     top: Top = None,
     as_json: Json = False,
 ) -> None:
@@ -48,7 +54,8 @@ def plan(
 
     Sizes and seconds are estimates: a sample of every weight, 65,536 values or a few more, is encoded, and
     only the first three of the weights that have the same shape. With a budget the estimates are those
-    from the weights alone.
+    from the weights alone. With --stream, the memory of a calibrated run that reads a Hugging Face folder
+    block by block is estimated too: it depends on --samples and --length.
 
     Examples:
 
@@ -56,12 +63,24 @@ def plan(
 
         factorpack plan resnet18.safetensors --ratio 20
 
+        factorpack plan folder/ --ratio 8 --stream --samples 128 --length 2048
+
         factorpack plan model.pt --method second_order --set bits=4 --set tile=9 --json
     """
     shorthands = {"rank": rank, "latent_bits": latent_bits, "sparsity": sparsity, "bits": bits}
     chosen = MethodOptions(method, shorthands, settings or [])
-    request = CompressRequest(source, chosen, ratio, max_bytes, recipe=recipe, exclude=exclude or [])
-    request.check()
+    request = CompressRequest(
+        source,
+        chosen,
+        ratio,
+        max_bytes,
+        recipe=recipe,
+        exclude=exclude or [],
+        samples=samples,
+        length=length,
+        stream=stream,
+    )
+    request.check(planned_only=True)
     found = request.with_recipe(quiet=as_json).preview()
     if as_json:
         print_json(_as_json(found))
@@ -112,6 +131,12 @@ def _totals(found: Preview) -> list[str]:
             f"the smallest possible: {found.smallest_bytes:,}"
         )
         lines.append(f"planner: {found.planner}")
+    if found.stream is not None:
+        lines.append(
+            f"streamed, calibrated on {found.stream.samples} texts of {found.stream.length} tokens: about "
+            f"{human_bytes(found.stream.device_bytes)} of GPU and {human_bytes(found.stream.host_bytes)} of "
+            "host memory (without a GPU, both are host memory)"
+        )
     return lines
 
 

@@ -5,20 +5,17 @@ The class must come from transformers or diffusers.
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from factorpack.errors import PlanError, SourceError
-from factorpack.hub.folder import EXTRAS, QUANTIZATION, Folder, open_folder
 from factorpack.hub.quantizer import register
+from factorpack.model_folder import QUANTIZATION, Folder, import_library, model_class, open_folder
 from factorpack.packed import Packed, load
 from factorpack.runtime.apply import Mode
 from factorpack.source import open_source
-
-_BASES = {"transformers": "PreTrainedModel", "diffusers": "ModelMixin"}
 
 
 def from_pretrained(
@@ -44,21 +41,9 @@ def from_pretrained(
     return model
 
 
-def model_class(folder: Folder) -> Any:
-    """The model class that a folder's config names."""
-    library, name = _import_library(folder.library), folder.architecture
-    found = getattr(library, name, None)
-    if not isinstance(found, type) or not issubclass(found, getattr(library, _BASES[folder.library])):
-        raise SourceError(
-            f"{folder.library} {library.__version__} has no model {name!r}, and factorpack never runs code "
-            f"from a folder: build the model yourself and use fp.load(file).load_into(model)"
-        )
-    return found
-
-
 def tokenizer_of(folder: Folder) -> Any:
     try:
-        return _import_library("transformers").AutoTokenizer.from_pretrained(
+        return import_library("transformers").AutoTokenizer.from_pretrained(
             folder.path, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, ImportError) as error:
@@ -86,12 +71,3 @@ def _open_model(folder: Folder) -> nn.Module:
         )
     opened: nn.Module = model
     return opened
-
-
-def _import_library(library: str) -> Any:
-    try:
-        return importlib.import_module(library)
-    except ImportError as error:
-        raise SourceError(
-            f"opening this folder's model needs {library}: pip install 'factorpack[{EXTRAS[library]}]'"
-        ) from error

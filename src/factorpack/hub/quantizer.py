@@ -11,7 +11,7 @@ from typing import Any
 
 from factorpack.errors import SourceError
 from factorpack.format.container import is_packed
-from factorpack.hub.folder import METHOD
+from factorpack.model_folder import METHOD
 from factorpack.packed import load
 
 

@@ -41,7 +41,9 @@ def windows(file: Path, tokenizer: Any, length: int) -> list[Tensor]:
     return found
 
 
-def line_batches(file: Path, tokenizer: Any, length: int, samples: int) -> list[dict[str, Tensor]]:
+def line_batches(
+    file: Path, tokenizer: Any, length: int, samples: int, at_once: int = TEXTS_AT_ONCE
+) -> list[dict[str, Tensor]]:
     """Calibration batches: one text per line of a file, padded, of at most `length` tokens."""
     lines = [line for line in read_text(file).splitlines() if line.strip()]
     if not lines:
@@ -49,17 +51,18 @@ def line_batches(file: Path, tokenizer: Any, length: int, samples: int) -> list[
     taken = evenly_spaced(lines, samples)
     return [
         dict(tokenizer(some, padding=True, truncation=True, max_length=length, return_tensors="pt"))
-        for some in (taken[start : start + TEXTS_AT_ONCE] for start in range(0, len(taken), TEXTS_AT_ONCE))
+        for some in (taken[start : start + at_once] for start in range(0, len(taken), at_once))
     ]
 
 
-def token_batches(file: Path, tokenizer: Any, length: int, samples: int) -> list[dict[str, Tensor]]:
+def token_batches(
+    file: Path, tokenizer: Any, length: int, samples: int, at_once: int = TEXTS_AT_ONCE
+) -> list[dict[str, Tensor]]:
     """Calibration batches: `samples` full windows, evenly spaced over the text."""
     found = windows(file, tokenizer, length)
     taken = evenly_spaced([window for window in found if len(window) == length] or found, samples)
     return [
-        {"input_ids": torch.stack(taken[start : start + TEXTS_AT_ONCE])}
-        for start in range(0, len(taken), TEXTS_AT_ONCE)
+        {"input_ids": torch.stack(taken[start : start + at_once])} for start in range(0, len(taken), at_once)
     ]
 
 

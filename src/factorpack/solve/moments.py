@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from factorpack.record import LayerMoments
+from factorpack.resident import loaded
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 LARGE, BLOCKS = 1024, 8
@@ -96,9 +97,9 @@ class MomentAccumulator:
     def __init__(self, layer: nn.Module, max_rows: int, others: Sequence[nn.Module] = ()) -> None:
         self._layers = (layer, *others)
         self._max_rows = max_rows
-        weights = [_filters(each) for each in self._layers]
+        outputs, size = sum(_shape(each)[0] for each in self._layers), math.prod(_shape(layer)[1:])
         # E[W u' u^T] as it is, or as W E[u' u^T], whichever is less work.
-        self._by_output = sum(map(len, weights)) < weights[0].shape[1]
+        self._by_output = outputs < size
         self._sums: list[Tensor] = []
         self._rows = 0
 
@@ -146,7 +147,7 @@ class MomentAccumulator:
 
 def _filters(layer: nn.Module) -> Tensor:
     """A layer's weight with channels last: (out, K)."""
-    weight = layer.weight
+    weight = loaded(layer).weight
     assert isinstance(weight, Tensor)
     return weight.detach().float().movedim(1, -1).flatten(1)
 
@@ -171,3 +172,9 @@ def gram(rows: Tensor) -> Tensor:
         found[:, start : start + width, start:] = block
         found[:, start:, start : start + width] = block.transpose(1, 2)
     return found
+
+
+def _shape(layer: nn.Module) -> torch.Size:
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    return weight.shape

@@ -1,7 +1,8 @@
-"""A model folder: its config, the files copied along with the weights, and the packed file if there is one."""
+"""A model folder: its config, the class it names, files copied along with the weights, and perhaps a packed file."""
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ QUANTIZATION, METHOD = "quantization_config", "factorpack"
 """The config entry of a packed folder, and its `quant_method`."""
 EXTRAS = {"transformers": "hf", "diffusers": "diffusers"}
 """The library of a folder's class, and the extra that installs it."""
+_BASES = {"transformers": "PreTrainedModel", "diffusers": "ModelMixin"}
+"""The class of each library that its models come from."""
 _SIDE_FILES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".vocab", ".bpe", ".spm")
 """Endings of files copied along: tokenizers, generation and pooling settings, chat templates. Never code."""
 _WEIGHTS = (
@@ -93,3 +96,24 @@ def open_folder(path: str | Path) -> Folder:
     if not file.is_file():
         raise SourceError(f"{path} is not a model folder: it has no {CONFIG}")
     return Folder(path, read_config(file))
+
+
+def model_class(folder: Folder) -> Any:
+    """The model class that a folder's config names."""
+    library, name = import_library(folder.library), folder.architecture
+    found = getattr(library, name, None)
+    if not isinstance(found, type) or not issubclass(found, getattr(library, _BASES[folder.library])):
+        raise SourceError(
+            f"{folder.library} {library.__version__} has no model {name!r}, and factorpack never runs code "
+            f"from a folder: build the model yourself and use fp.load(file).load_into(model)"
+        )
+    return found
+
+
+def import_library(library: str) -> Any:
+    try:
+        return importlib.import_module(library)
+    except ImportError as error:
+        raise SourceError(
+            f"opening this folder's model needs {library}: pip install 'factorpack[{EXTRAS[library]}]'"
+        ) from error
