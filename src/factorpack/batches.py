@@ -95,8 +95,9 @@ def device_of(model: nn.Module) -> torch.device:
 
     Weights on the meta device do not count: they are read onto the device of the others when they are used.
     """
-    tensors = chain(model.parameters(), model.buffers())
-    return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+    devices = [tensor.device for tensor in chain(model.parameters(), model.buffers())]
+    real = (device for device in devices if device.type != "meta")
+    return next(chain(real, devices), torch.device("cpu"))
 
 
 def mask_of(batch: Any) -> Tensor | None:

@@ -88,11 +88,11 @@ def compress(out: Path, model: nn.Module, data: list[Any] | None, **how: Any) ->
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], list[Any] | None, dict[str, Any], int]] = {
-    "convolutions": (net, [IMAGES], {"ratio": 10.0}, 4),
-    "paths": (small, [SMALL[:40], SMALL[40:]], {"ratio": 6.0, "planner": fp.Planner(trellis=4)}, 5),
-    "text": (language_model, tokens(), {"ratio": 4.0}, 6),
-    "a loss": (small, [SMALL], {"max_loss": 0.05}, 23),
-    "weights alone": (net, None, {"ratio": 10.0}, 4),
+    "convolutions": (net, [IMAGES], {"ratio": 10.0}, 7),
+    "paths": (small, [SMALL[:40], SMALL[40:]], {"ratio": 6.0, "planner": fp.Planner(trellis=4)}, 11),
+    "text": (language_model, tokens(), {"ratio": 4.0}, 13),
+    "a loss": (small, [SMALL], {"max_loss": 0.05}, 61),
+    "weights alone": (net, None, {"ratio": 10.0}, 7),
 }
 
 
@@ -121,7 +121,7 @@ def test_a_streamed_run_goes_on(tmp_path: Path, watch: Watch) -> None:
 
     expected = stream(tmp_path / "whole")
     whole = list(watch.kept)
-    for stop in range(1, len(whole), 5):
+    for stop in range(1, len(whole), 11):
         watch.kill(stop, lambda: stream(tmp_path / "out"))
         assert stream(tmp_path / "out") == expected
         assert watch.kept == whole[stop:]
@@ -133,7 +133,7 @@ def test_each_pass_goes_on(tmp_path: Path, watch: Watch, monkeypatch: pytest.Mon
     whole = list(watch.kept)
     planned = whole.index("curves")
     assert len(whole) - planned - 1 == 3 * len(set(whole[planned + 1 :]))
-    for stop in range(planned + 2, len(whole), 3):
+    for stop in range(planned + 2, len(whole), 8):
         watch.kill(stop, lambda: compress(tmp_path / "out", small(), [SMALL]))
         assert compress(tmp_path / "out", small(), [SMALL]) == expected
         assert watch.kept == whole[stop:]

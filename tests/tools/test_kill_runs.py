@@ -12,7 +12,7 @@ COMMANDS = ["compress", "compress --ratio --calibration", "finetune", "compare a
 
 
 def test_killed_commands_go_on_to_the_same_files(tmp_path: Path) -> None:
-    some = ["--kills", "8", "--in-a-row", "2", "--commands", *COMMANDS]
+    some = ["--kills", "6", "--in-a-row", "2", "--commands", *COMMANDS]
     command = [sys.executable, "-m", "tools.kill_runs", *some, "--results", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.stdout, done.stderr
