@@ -19,7 +19,7 @@ from torch import nn
 
 from tests.helpers import seeded
 
-settings.register_profile("steady", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("steady", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("steady")
 
 torch.set_num_threads(1)

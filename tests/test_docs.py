@@ -148,7 +148,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "WARNING" not in built.stderr
     for page, name in {
         "compress": "factorpack.compress",
-        "planning": "factorpack.calibrate.calibrate",
+        "planning": "factorpack.calibration.calibrate.calibrate",
     }.items():
         assert f'id="{name}"' in (tmp_path / "reference" / page / "index.html").read_text()
 

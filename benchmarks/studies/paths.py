@@ -20,7 +20,7 @@ from benchmarks.data import imagenet_train, normalized, pretrained, shuffled
 from benchmarks.formatting import MODELS, format_source, format_table, load_result
 from factorpack.budget.candidates import Try, choose_methods, encode_with_step, measure_steps, middle_step
 from factorpack.budget.planner import Planner
-from factorpack.calibrate import calibrate
+from factorpack.calibration.calibrate import calibrate
 from factorpack.format import entropy, trellis_stream
 from factorpack.format.streams import coded_bytes, split_of
 from factorpack.methods import SecondOrder

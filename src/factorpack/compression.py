@@ -16,7 +16,9 @@ from factorpack.batches import evaluating
 from factorpack.budget.goals import budget_bytes, compress_to_bytes, compress_to_loss
 from factorpack.budget.planner import BudgetRequest, Planner
 from factorpack.budget.tasks import compress_to_bytes_over
-from factorpack.calibrate import Calibration, calibrate
+from factorpack.calibration.calibrate import Calibration, calibrate
+from factorpack.calibration.streaming import open_streamed, streaming
+from factorpack.calibration.walk import Walk
 from factorpack.decoding import decode
 from factorpack.engine import Engine
 from factorpack.errors import PlanError, SourceError, while_compressing
@@ -31,8 +33,6 @@ from factorpack.progress import Progress
 from factorpack.record import Encoded, LayerMoments, LayerSample, weight_of
 from factorpack.solve.moments import has_moments
 from factorpack.source import Checkpoint, Source, open_source
-from factorpack.streaming import open_streamed, streaming
-from factorpack.walk import Walk
 
 
 def compress(

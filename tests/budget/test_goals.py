@@ -17,7 +17,7 @@ import factorpack as fp
 from factorpack.batches import evaluating
 from factorpack.budget.divergence import measure_divergence
 from factorpack.budget.planner import Planner
-from factorpack.calibrate import calibrate
+from factorpack.calibration.calibrate import calibrate
 from factorpack.decoding import decode
 from factorpack.weight import Weight
 from tests.helpers import assert_same_tensor, raw, relative_error, seeded

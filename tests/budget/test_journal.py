@@ -89,9 +89,9 @@ def compress(out: Path, model: nn.Module, data: list[Any] | None, **how: Any) ->
 
 CASES: dict[str, tuple[Callable[[], nn.Module], list[Any] | None, dict[str, Any], int]] = {
     "convolutions": (net, [IMAGES], {"ratio": 10.0}, 7),
-    "paths": (small, [SMALL[:40], SMALL[40:]], {"ratio": 6.0, "planner": fp.Planner(trellis=4)}, 11),
-    "text": (language_model, tokens(), {"ratio": 4.0}, 13),
-    "a loss": (small, [SMALL], {"max_loss": 0.05}, 61),
+    "paths": (small, [SMALL[:40], SMALL[40:]], {"ratio": 6.0, "planner": fp.Planner(trellis=4)}, 23),
+    "text": (language_model, tokens(), {"ratio": 4.0}, 37),
+    "a loss": (small, [SMALL], {"max_loss": 0.05}, 101),
     "weights alone": (net, None, {"ratio": 10.0}, 7),
 }
 

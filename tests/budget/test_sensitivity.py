@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from factorpack.batches import evaluating
 from factorpack.budget.sensitivity import measure_information
-from factorpack.calibrate import Calibration, calibrate
+from factorpack.calibration.calibrate import Calibration, calibrate
 from factorpack.errors import SourceError
 from tests.helpers import seeded
 

@@ -21,7 +21,7 @@ from factorpack.budget.trial import (
     _inputs_to_measure,
     correct_curve,
 )
-from factorpack.calibrate import calibrate
+from factorpack.calibration.calibrate import calibrate
 from factorpack.decoding import decode
 from factorpack.methods import Keep, Scalar
 from factorpack.weight import Weight

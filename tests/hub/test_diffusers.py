@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import factorpack as fp
+from factorpack.calibration.model_folder import CARD, CONFIG, open_folder
 from factorpack.commands import app
 from factorpack.errors import SourceError
-from factorpack.model_folder import CARD, CONFIG, open_folder
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import factorpack as fp
+from factorpack.calibration.model_folder import PACKED_FILE, open_folder
 from factorpack.decoding import decode
 from factorpack.errors import PlanError, SourceError
 from factorpack.hub.save import write_folder
-from factorpack.model_folder import PACKED_FILE, open_folder
 from tests.helpers import compress_to
 from tests.hub.conftest import bert, llama, save_tokenizer
 

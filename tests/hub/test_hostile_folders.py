@@ -10,8 +10,8 @@ import pytest
 from safetensors.torch import save_file
 
 import factorpack as fp
+from factorpack.calibration.model_folder import PACKED_FILE, open_folder
 from factorpack.errors import FormatError, SourceError
-from factorpack.model_folder import PACKED_FILE, open_folder
 from factorpack.source import open_source
 from tests.helpers import seeded
 from tests.hub.conftest import llama

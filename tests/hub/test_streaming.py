@@ -19,15 +19,15 @@ from factorpack.budget.planner import BudgetRequest
 from factorpack.budget.segment_gradients import measure_information_by_segment
 from factorpack.budget.sensitivity import measure_information
 from factorpack.budget.stream_memory import estimate_stream_memory
-from factorpack.calibrate import calibrate
+from factorpack.calibration.calibrate import calibrate
+from factorpack.calibration.streaming import open_streamed
 from factorpack.decoding import decode
-from factorpack.resident import LIMIT_BYTES, Resident, copy_network, replace_weight, resident_of
+from factorpack.passes.resident import LIMIT_BYTES, Resident, copy_network, replace_weight, resident_of
 from factorpack.source import Entry, Source, open_source
-from factorpack.streaming import open_streamed
 from tests.commands.running import printed, run
 from tests.hub.conftest import bert, llama, save_llama
 
-LAYERS, SAMPLES = 3, 8
+LAYERS, SAMPLES = 3, 6
 PLANNER = fp.Planner(samples=SAMPLES, refine=False)
 """What a streamed run can do of the default."""
 
@@ -98,6 +98,7 @@ def test_segments_and_sensitivities_are_those_of_the_model_in_memory(saved: Path
             torch.testing.assert_close(found[name].metric, wanted.metric)
 
 
+@pytest.mark.parametrize("saved", ["tied", "encoder"], indirect=True)
 def test_codes_are_those_of_the_model_in_memory(saved: Path) -> None:
     network, source = streamed(saved)
     found = [
@@ -278,7 +279,7 @@ def test_what_cannot_be_streamed(plain: Path) -> None:
 
 
 def test_a_model_without_a_chain_of_blocks(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("factorpack.cuts._is_last", lambda *_: False)
+    monkeypatch.setattr("factorpack.passes.cuts._is_last", lambda *_: False)
     with pytest.raises(fp.SourceError, match="LlamaForCausalLM cannot be cut into blocks"):
         fp.compress(plain, ratio=5, calibration=batches(), progress=False)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import factorpack as fp
-from factorpack.calibrate import calibrate
+from factorpack.calibration.calibrate import calibrate
 from factorpack.decoding import decode
 from factorpack.errors import PlanError, WeightError
 from factorpack.format.streams import coded_bytes

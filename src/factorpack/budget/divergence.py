@@ -10,7 +10,7 @@ from torch import nn
 
 from factorpack.batches import forward
 from factorpack.budget.outputs import Predictions, predictions_of
-from factorpack.calibrate import Calibration
+from factorpack.calibration.calibrate import Calibration
 from factorpack.decoding import decode
 from factorpack.record import Encoded
 

@@ -19,7 +19,7 @@ from factorpack.budget.meet import meet_size
 from factorpack.budget.planner import HELD_OUT_SHARE, BudgetRequest
 from factorpack.budget.sequential import SequentialCoder
 from factorpack.budget.tensors import Tensors, split_tensors
-from factorpack.calibrate import Calibration, calibrate
+from factorpack.calibration.calibrate import Calibration, calibrate
 from factorpack.errors import PlanError
 from factorpack.format.encode_ahead import Streams
 from factorpack.methods.settings import check_type

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from factorpack.budget.planner import Planner
 from factorpack.budget.tensors import Tensors
-from factorpack.calibrate import Calibration
+from factorpack.calibration.calibrate import Calibration
 from factorpack.errors import FormatError
 from factorpack.format.container import Reader
 from factorpack.format.encode_ahead import Streams, on_cpu

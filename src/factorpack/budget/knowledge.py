@@ -16,11 +16,11 @@ from factorpack.budget.planner import HELD_OUT_SHARE, Planner
 from factorpack.budget.segment_gradients import measure_information_by_segment
 from factorpack.budget.sensitivity import measure_information
 from factorpack.budget.tensors import Tensors
-from factorpack.calibrate import Calibration
+from factorpack.calibration.calibrate import Calibration
+from factorpack.calibration.walk import Walk
+from factorpack.passes.resident import resident_of
 from factorpack.record import LayerMoments, weight_of
-from factorpack.resident import resident_of
 from factorpack.solve.moments import has_moments
-from factorpack.walk import Walk
 from factorpack.weight import Weight
 
 SENSITIVITY_SAMPLES = 256

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from factorpack.calibrate import Calibration
+from factorpack.calibration.calibrate import Calibration
 from factorpack.errors import PlanError
 from factorpack.methods import Method, SecondOrder
 from factorpack.methods.second_order import check_trellis

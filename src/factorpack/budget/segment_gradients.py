@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from factorpack.batches import StopForward, device_of, forward, hooked
 from factorpack.budget.outputs import predictions_of
 from factorpack.budget.sensitivity import Information, Sums, log_likelihood, not_finite
-from factorpack.calibrate import Calibration
-from factorpack.segments import INPUTS, Border, Forms, Segments, run_to, starting_from
+from factorpack.calibration.calibrate import Calibration
+from factorpack.passes.segments import INPUTS, Border, Forms, Segments, run_to, starting_from
 
 STREAMED_SAMPLES = 16
 """Inputs to measure on: their activations at all borders are kept, 9 GB for 16 x 2,048 tokens of an 8 B model."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from factorpack.batches import batch_size, device_of, forward, hooked
 from factorpack.budget.outputs import Predictions, predictions_of
-from factorpack.calibrate import Calibration
+from factorpack.calibration.calibrate import Calibration
 from factorpack.errors import SourceError
 
 

@@ -12,15 +12,15 @@ from factorpack.budget.journal import NOTHING_KEPT, Finished, Journal
 from factorpack.budget.knowledge import Knowledge
 from factorpack.budget.norms import correct_outputs
 from factorpack.budget.tensors import Tensors, zero_of
+from factorpack.calibration.walk import Walk
 from factorpack.decoding import decode
 from factorpack.errors import while_compressing
 from factorpack.format.encode_ahead import Streams, on_cpu
 from factorpack.format.packed_file import bytes_of, rows_of
 from factorpack.methods import SecondOrder
+from factorpack.passes.resident import copy_network, release, replace_weight
 from factorpack.progress import Progress
 from factorpack.record import Encoded, LayerMoments
-from factorpack.resident import copy_network, release, replace_weight
-from factorpack.walk import Walk
 from factorpack.weight import Weight
 
 NEARLY = 0.03

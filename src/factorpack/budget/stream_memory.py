@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 
 from factorpack.budget.segment_gradients import STREAMED_SAMPLES
-from factorpack.cuts import largest_list
+from factorpack.calibration.streaming import open_skeleton
+from factorpack.calibration.walk import BORDER_BYTES
 from factorpack.errors import PlanError
-from factorpack.resident import LIMIT_BYTES
+from factorpack.passes.cuts import largest_list
+from factorpack.passes.resident import LIMIT_BYTES
 from factorpack.source import Source
-from factorpack.streaming import open_skeleton
-from factorpack.walk import BORDER_BYTES
 
 LOGIT_BYTES = 32
 """Per logit of one text while sensitivities are measured: logits, probabilities, gradients, and their squares."""

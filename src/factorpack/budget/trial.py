@@ -14,12 +14,12 @@ from factorpack.budget.curves import Curve
 from factorpack.budget.divergence import divergence_of
 from factorpack.budget.outputs import Predictions, predictions_of
 from factorpack.budget.planner import HELD_OUT_SHARE
-from factorpack.calibrate import Calibration
+from factorpack.calibration.calibrate import Calibration
+from factorpack.calibration.walk import BORDER_BYTES
 from factorpack.decoding import decode
+from factorpack.passes.segments import INPUTS, Border, Forms, Segments, borders_of, run_on
 from factorpack.record import Encoded
-from factorpack.segments import INPUTS, Border, Forms, Segments, borders_of, run_on
 from factorpack.solve.moments import has_moments
-from factorpack.walk import BORDER_BYTES
 
 LARGEST_CORRECTION = 4.0
 """A prediction is corrected by this factor at most: a few inputs are no more certain than that."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from factorpack.budget.planner import Planner
 from factorpack.budget.preview import Preview, plan
+from factorpack.calibration.model_folder import is_model_folder, open_folder
 from factorpack.commands.console import print_line
 from factorpack.commands.method_options import MethodOptions
 from factorpack.compression import compress
@@ -20,7 +21,6 @@ from factorpack.format.overwrite import check_output
 from factorpack.hub.load import from_pretrained, tokenizer_of
 from factorpack.hub.save import write_folder
 from factorpack.hub.texts import TEXTS_AT_ONCE, line_batches, token_batches
-from factorpack.model_folder import is_model_folder, open_folder
 from factorpack.packed import Packed
 from factorpack.per_tensor import parts_folder
 from factorpack.planning.families import AUTO, DEFAULT_METHOD, NONE, named_recipe, recipe_file

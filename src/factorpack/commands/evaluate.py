@@ -9,6 +9,7 @@ from typing import Annotated, Any, cast
 import typer
 from torch import nn
 
+from factorpack.calibration.model_folder import open_folder
 from factorpack.commands.console import print_json, print_line
 from factorpack.commands.image_data import ImageData, accuracy_text
 from factorpack.commands.options import BatchSize, ImageSize, Json, OptionalData, OptionalModel, Workers
@@ -16,7 +17,6 @@ from factorpack.errors import PlanError
 from factorpack.format.container import is_packed
 from factorpack.hub.load import from_pretrained, tokenizer_of
 from factorpack.hub.texts import perplexity, windows
-from factorpack.model_folder import open_folder
 from factorpack.packed import load
 from factorpack.runtime.apply import MODES, LayerReport, Mode
 from factorpack.source import import_model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from factorpack.model_folder import EXTRAS, Folder
+from factorpack.calibration.model_folder import EXTRAS, Folder
 from factorpack.size import SizeReport, TensorSize
 
 _HOW = """```python

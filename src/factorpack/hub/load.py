@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from factorpack.calibration.model_folder import QUANTIZATION, Folder, import_library, model_class, open_folder
 from factorpack.errors import PlanError, SourceError
 from factorpack.hub.quantizer import register
-from factorpack.model_folder import QUANTIZATION, Folder, import_library, model_class, open_folder
 from factorpack.packed import Packed, load
 from factorpack.runtime.apply import Mode
 from factorpack.source import open_source

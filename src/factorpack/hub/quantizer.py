@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from factorpack.calibration.model_folder import METHOD
 from factorpack.errors import SourceError
 from factorpack.format.container import is_packed
-from factorpack.model_folder import METHOD
 from factorpack.packed import load
 
 

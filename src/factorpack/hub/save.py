@@ -11,11 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from factorpack.calibration.model_folder import (
+    CARD,
+    CONFIG,
+    METHOD,
+    PACKED_FILE,
+    QUANTIZATION,
+    Folder,
+    open_folder,
+)
 from factorpack.errors import SourceError
 from factorpack.format.atomic import atomic_folder
 from factorpack.format.packed_file import write_packed
 from factorpack.hub.card import card
-from factorpack.model_folder import CARD, CONFIG, METHOD, PACKED_FILE, QUANTIZATION, Folder, open_folder
 from factorpack.packed import Packed, load
 from factorpack.record import dtype_name
 from factorpack.version import __version__

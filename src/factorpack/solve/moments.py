@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from factorpack.passes.resident import loaded
 from factorpack.record import LayerMoments
-from factorpack.resident import loaded
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 LARGE, BLOCKS = 1024, 8

@@ -16,7 +16,7 @@ from torch.nn.functional import conv2d, linear
 
 import factorpack as fp
 from factorpack.batches import evaluating
-from factorpack.calibrate import Calibration, calibrate
+from factorpack.calibration.calibrate import Calibration, calibrate
 from factorpack.decoding import decode
 from factorpack.record import LayerMoments, LayerSample
 from factorpack.solve.moments import unfold_inputs

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from factorpack.calibration.model_folder import CONFIG, Folder, is_model_folder, model_class, open_folder
 from factorpack.errors import SourceError
-from factorpack.model_folder import CONFIG, Folder, is_model_folder, model_class, open_folder
+from factorpack.passes.resident import LIMIT_BYTES, Resident, resident_of
 from factorpack.record import DTYPES
-from factorpack.resident import LIMIT_BYTES, Resident, resident_of
 from factorpack.source import Entry, Source
 
 

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 
 import factorpack as fp
-from factorpack import walk as walk_module
 from factorpack.batches import hooked
 from factorpack.budget.knowledge import Knowledge, learn
 from factorpack.budget.planner import BudgetRequest, Planner
 from factorpack.budget.tensors import split_tensors
-from factorpack.calibrate import Calibration, calibrate
+from factorpack.calibration import walk as walk_module
+from factorpack.calibration.calibrate import Calibration, calibrate
+from factorpack.calibration.walk import Walk
 from factorpack.record import LayerMoments
 from factorpack.solve.moments import has_moments
 from factorpack.source import open_source
-from factorpack.walk import Walk
 from tests.helpers import assert_close, assert_same_tensor, seeded
-from tests.test_segments import MODELS, Chain, llama, padded_tokens
+from tests.passes.test_segments import MODELS, Chain, llama, padded_tokens
 
 
 def assert_same(found: LayerMoments, expected: LayerMoments) -> None:
@@ -72,8 +72,10 @@ def change(model: nn.Module, layer: str) -> None:
         weight.mul_(0.9)
 
 
-@pytest.mark.parametrize("case", [case for case in MODELS if case != "one layer"])
-@pytest.mark.parametrize("limit", [1 << 40, 0])
+@pytest.mark.parametrize(
+    ("case", "limit"),
+    [(case, 1 << 40) for case in MODELS if case != "one layer"] + [("llama", 0), ("blocks", 0)],
+)
 def test_moments_along_the_way_are_those_of_whole_passes(
     case: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,8 +103,11 @@ def test_a_walk_that_begins_anywhere_finds_the_same_bits() -> None:
         change(compressed, layer)
 
 
-@pytest.mark.parametrize("case", MODELS)
-@pytest.mark.parametrize(("size", "limit"), [(1, 1 << 40), (3, 1 << 40), (100, 1 << 40), (3, 0)])
+@pytest.mark.parametrize(
+    ("case", "size", "limit"),
+    [(case, 3, 1 << 40) for case in MODELS]
+    + [(case, *how) for case in ("llama", "blocks") for how in ((1, 1 << 40), (100, 1 << 40), (3, 0))],
+)
 def test_moments_of_one_network_are_collected_in_passing(
     case: str, size: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,7 +213,7 @@ def test_a_budget_of_a_deep_model_is_the_same_with_and_without_cuts(monkeypatch:
     files = []
     for cut in (True, False):
         if not cut:
-            monkeypatch.setattr("factorpack.cuts._candidates", lambda _model: [])
+            monkeypatch.setattr("factorpack.passes.cuts._candidates", lambda _model: [])
         packed = fp.compress(model, ratio=2.2, calibration=data, progress=False)
         files.append({name: value.clone() for name, value in packed.state_dict().items()})
     for name, value in files[0].items():

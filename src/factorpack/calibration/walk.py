@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from factorpack.batches import StopForward, batch_size, device_of, hooked
-from factorpack.calibrate import Calibration, all_finite, drop_padding, input_of
-from factorpack.cuts import version_of
+from factorpack.calibration.calibrate import Calibration, all_finite, drop_padding, input_of
 from factorpack.engine.memory import free_bytes
 from factorpack.errors import SourceError
+from factorpack.passes.cuts import version_of
+from factorpack.passes.resident import resident_of
+from factorpack.passes.segments import INPUTS, Border, Forms, run_on, run_to
 from factorpack.record import LayerMoments, LayerSample
-from factorpack.resident import resident_of
-from factorpack.segments import INPUTS, Border, Forms, run_on, run_to
 from factorpack.solve.moments import MomentAccumulator, has_moments, unfolding
 
 BORDER_BYTES = 8 << 30

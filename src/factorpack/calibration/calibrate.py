@@ -24,11 +24,11 @@ from factorpack.batches import (
     run,
     slice_batch,
 )
-from factorpack.cuts import find_segments, has_weight
 from factorpack.errors import SourceError
+from factorpack.passes.cuts import find_segments, has_weight
+from factorpack.passes.resident import Resident, resident_of
+from factorpack.passes.segments import Segments
 from factorpack.record import LayerMoments, LayerSample
-from factorpack.resident import Resident, resident_of
-from factorpack.segments import Segments
 from factorpack.solve.moments import MomentAccumulator
 
 ENOUGH_ROWS, ENOUGH_PER_INPUT = 1 << 17, 16

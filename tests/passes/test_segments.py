@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.zoo import mobilenet_v2, resnet18
-from factorpack import cuts
 from factorpack.batches import hooked, run
-from factorpack.calibrate import calibrate
-from factorpack.cuts import find_segments
-from factorpack.segments import INPUTS, Border, Forms, Segments, borders_of, run_on, run_to
+from factorpack.calibration.calibrate import calibrate
+from factorpack.passes import cuts
+from factorpack.passes.cuts import find_segments
+from factorpack.passes.segments import INPUTS, Border, Forms, Segments, borders_of, run_on, run_to
 from tests.helpers import raw, seeded
 
 

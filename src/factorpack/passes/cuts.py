@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from factorpack.batches import forward, hooked, slice_batch
 from factorpack.errors import SourceError
-from factorpack.segments import Cut, Form, Segments, form_of, stubbed, tensor_in
+from factorpack.passes.segments import Cut, Form, Segments, form_of, stubbed, tensor_in
 
 MOST_TRIALS = 256
 """Modules that are tried, those that hold the others first."""
