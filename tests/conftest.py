@@ -19,7 +19,7 @@ from torch import nn
 
 from tests.helpers import seeded
 
-settings.register_profile("steady", deadline=None, derandomize=True, max_examples=40)
+settings.register_profile("steady", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("steady")
 
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ import factorpack as fp
 
 COMPRESSOR = {
     "budget",
-    "calibrate",
+    "calibration",
     "commands",
     "comparison",
     "compression",
@@ -21,6 +21,7 @@ COMPRESSOR = {
     "hub",
     "methods",
     "onnx",
+    "passes",
     "per_tensor",
     "planning",
     "report",

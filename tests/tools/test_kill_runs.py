@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ["compress", "compress --ratio --calibration", "finetune", "compare a small net"]
+COMMANDS = ["compress --ratio --calibration", "finetune", "compare a small net"]
 
 
 def test_killed_commands_go_on_to_the_same_files(tmp_path: Path) -> None:
