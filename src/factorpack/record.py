@@ -74,6 +74,12 @@ class Encoded:
         """The shape and the order of its dimensions."""
         return Layout(self.shape, self.transposed_groups)
 
+    def to(self, device: torch.device | str) -> Encoded:
+        """The same on a device; itself where it is there."""
+        moved = {name: part.to(device) for name, part in self.parts.items()}
+        there = all(moved[name] is part for name, part in self.parts.items())
+        return self if there else replace(self, parts=moved)
+
     def noted(self, note: str) -> Encoded:
         """The same with a further reason in front; an empty one changes nothing."""
         if not note:

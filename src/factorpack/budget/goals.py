@@ -43,9 +43,8 @@ def compress_to_bytes(request: BudgetRequest, max_bytes: int) -> Compressed:
     check_max_bytes(max_bytes)
     with _evaluating(request.model):
         tensors = split_tensors(request)
-        tensors.overhead_bytes(
-            max_bytes
-        )  # a budget that cannot be met is refused before there is work to lose
+        # A budget that cannot be met is refused before there is work to lose.
+        tensors.overhead_bytes(max_bytes)
         calibration = _calibration(request)
         with open_journal(request.parts, tensors, request.planner, calibration) as journal:
             knowledge = learn(tensors, request.planner, calibration, journal)

@@ -26,7 +26,7 @@ from factorpack.budget.tensors import Tensors
 from factorpack.calibration.calibrate import Calibration
 from factorpack.errors import FormatError
 from factorpack.format.container import Reader
-from factorpack.format.encode_ahead import Streams, on_cpu
+from factorpack.format.encode_ahead import Streams
 from factorpack.format.packed_file import write_packed
 from factorpack.format.streams import raw_bytes
 from factorpack.methods import Keep
@@ -54,7 +54,7 @@ class Finished:
     def on_cpu(self) -> Finished:
         """The same in host memory; tensors are copied, since those of a network change later."""
         tensors = {name: value.to("cpu", copy=True) for name, value in self.tensors.items()}
-        return Finished(self.document, tensors, None if self.encoded is None else on_cpu(self.encoded))
+        return Finished(self.document, tensors, None if self.encoded is None else self.encoded.to("cpu"))
 
     def checksum(self) -> str:
         """Of all its values, for what depends on them."""

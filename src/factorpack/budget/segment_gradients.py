@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from factorpack.batches import StopForward, device_of, forward, hooked
 from factorpack.budget.outputs import predictions_of
-from factorpack.budget.sensitivity import Information, Sums, log_likelihood, not_finite
+from factorpack.budget.sensitivity import Information, Sums, catch_output, log_likelihood, not_finite
 from factorpack.calibration.calibrate import Calibration
 from factorpack.passes.segments import INPUTS, Border, Forms, Segments, run_to, starting_from
 
@@ -121,14 +121,8 @@ class _Graph:
     end: Any = None
 
     def catch(self, name: str) -> Callable[[nn.Module, Any, Any], Tensor | None]:
-        def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor | None:
-            if not self.begun:
-                return None
-            kept = output if output.requires_grad else output.detach().requires_grad_()
-            self.outputs.append((name, kept))
-            return kept.clone()  # what follows may work in place
-
-        return hook
+        hook = catch_output(name, self.outputs)
+        return lambda *call: hook(*call) if self.begun else None
 
     def begin(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
         self.begun = True

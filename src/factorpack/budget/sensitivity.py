@@ -79,18 +79,10 @@ def _add_gradients(
     """Adds what one batch shows of each layer; returns its number of predictions, None if some are NaN."""
     outputs: list[tuple[str, Tensor]] = []
 
-    def catch(name: str) -> Callable[[nn.Module, Any, Any], Tensor]:
-        def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-            kept = output if output.requires_grad else output.detach().requires_grad_()
-            outputs.append((name, kept))
-            return kept.clone()  # what follows may work in place
-
-        return hook
-
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
-        hooked(model, after={name: catch(name) for name in totals}),
+        hooked(model, after={name: catch_output(name, outputs) for name in totals}),
     ):
         predictions = predictions_of(forward(model, batch), batch)
         loss = log_likelihood(predictions, generator)
@@ -101,6 +93,17 @@ def _add_gradients(
         if gradient is not None:
             totals[name].add(model.get_submodule(name), output, gradient)
     return len(predictions.values)
+
+
+def catch_output(name: str, outputs: list[tuple[str, Tensor]]) -> Callable[[nn.Module, Any, Any], Tensor]:
+    """A hook that adds a layer's output to `outputs`, with a gradient."""
+
+    def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        kept = output if output.requires_grad else output.detach().requires_grad_()
+        outputs.append((name, kept))
+        return kept.clone()  # what follows may work in place
+
+    return hook
 
 
 def not_finite(model: nn.Module, calibration: Calibration) -> SourceError:

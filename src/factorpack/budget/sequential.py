@@ -15,7 +15,7 @@ from factorpack.budget.tensors import Tensors, zero_of
 from factorpack.calibration.walk import Walk
 from factorpack.decoding import decode
 from factorpack.errors import while_compressing
-from factorpack.format.encode_ahead import Streams, on_cpu
+from factorpack.format.encode_ahead import Streams
 from factorpack.format.packed_file import bytes_of, rows_of
 from factorpack.methods import SecondOrder
 from factorpack.passes.resident import copy_network, release, replace_weight
@@ -133,7 +133,7 @@ class SequentialCoder:
             coded = meet_bytes(weight, method, planned, planned * share, NEARLY)
         encoded = self._put(name, coded.encoded, weight.values, moments)
         # Where it will be encoded: no copy of the codes stays on a GPU.
-        return _Done(on_cpu(encoded), coded.step, coded.bytes, weight, moments)
+        return _Done(encoded.to("cpu"), coded.step, coded.bytes, weight, moments)
 
     def _weight(self, name: str, walk: Walk | None) -> tuple[Weight, LayerMoments | None]:
         """A weight, with the moments of its inputs in the network as compressed so far."""

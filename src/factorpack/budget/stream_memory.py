@@ -14,7 +14,7 @@ from factorpack.calibration.streaming import open_skeleton
 from factorpack.calibration.walk import BORDER_BYTES
 from factorpack.errors import PlanError
 from factorpack.passes.cuts import largest_list
-from factorpack.passes.resident import LIMIT_BYTES
+from factorpack.passes.resident import LIMIT_BYTES, bytes_at_once, weight_bytes
 from factorpack.source import Source
 
 LOGIT_BYTES = 32
@@ -73,10 +73,7 @@ def _width(network: nn.Module) -> int:
 
 def _resident_bytes(network: nn.Module, blocks: list[nn.Module]) -> int:
     """Weights of one network on the device at a time, as `Resident` limits them."""
-    whole, *parts = (
-        sum(each.nbytes for each in module.parameters() if each.dim() > 1) for module in (network, *blocks)
-    )
-    return min(whole, max(LIMIT_BYTES, whole - sum(parts) + max(parts, default=0)))
+    return min(weight_bytes(network), max(LIMIT_BYTES, bytes_at_once(network, blocks)))
 
 
 def _coding_bytes(shape: tuple[int, ...]) -> int:

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 
@@ -88,7 +87,8 @@ def _is_enough(tensors: list[Encoded], threads: int) -> bool:
 def _start(name: str, encoded: Encoded, known: Streams, tasks: Executor, chunks: Executor) -> Future[Stored]:
     made = known.find(name, encoded)
     if made is None:
-        return tasks.submit(_stored, name, on_cpu(encoded), chunks)
+        # Copied on the caller's own CUDA stream: another thread's would not wait for it.
+        return tasks.submit(_stored, name, encoded.to("cpu"), chunks)
     done: Future[Stored] = Future()
     done.set_result(made)
     return done
@@ -100,13 +100,6 @@ def _first(waiting: deque[tuple[str, Encoded, Future[Stored]]], streams: Streams
     if streams is not None:
         streams.keep(name, encoded, made)
     return made
-
-
-def on_cpu(encoded: Encoded) -> Encoded:
-    """The same in host memory, copied on the caller's own CUDA stream: another thread's would not wait for it."""
-    if all(part.device.type == "cpu" for part in encoded.parts.values()):
-        return encoded
-    return replace(encoded, parts={name: part.cpu() for name, part in encoded.parts.items()})
 
 
 def _stored(name: str, encoded: Encoded, pool: Executor | None) -> Stored:

@@ -15,7 +15,7 @@ from factorpack.format.symbols import Symbols, count_values, to_view
 
 _FEW_CODES = 128
 """With fewer codes, classes do not pay."""
-_MANY_CODES = 1 << 20
+MANY_CODES = 1 << 20
 """With at least as many codes, classes of half the width pay."""
 _TOTALS = (8, 10, 12, 14, 16)
 _FIRST = 2
@@ -58,7 +58,7 @@ class Plan:
 
 def class_width(codes: int) -> float:
     """The width of classes of rows and columns, in octaves."""
-    return 0.25 if codes >= _MANY_CODES else 0.5
+    return 0.25 if codes >= MANY_CODES else 0.5
 
 
 def best_plan(symbols: Symbols, size: int, split: int) -> tuple[Plan, int, float]:

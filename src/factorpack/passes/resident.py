@@ -10,7 +10,6 @@ import copy
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,9 +67,8 @@ class Resident:
 
     def hold_blocks(self, blocks: Sequence[str]) -> None:
         """Raises the limit, if need be, to the largest of some modules and all weights outside of them."""
-        sizes = {name: self._bytes_in(self.network.get_submodule(name)) for name in blocks}
-        outside = self._bytes_in(self.network) - sum(sizes.values())
-        self.limit_bytes = max(self.limit_bytes, outside + max(sizes.values()))
+        modules = [self.network.get_submodule(name) for name in blocks]
+        self.limit_bytes = max(self.limit_bytes, bytes_at_once(self.network, modules))
 
     @contextmanager
     def using(self, names: Sequence[str]) -> Iterator[None]:
@@ -118,12 +116,9 @@ class Resident:
                 module._buffers[key] = values.to(self._device, buffer.dtype, copy=True)
 
     def _read(self, name: str) -> Tensor:
-        like = self._absent[name]
-        if name in self._replaced:
-            values = decode(on_device(self._replaced[name], self._device))
-        else:
-            values = self._loads[name]()
-        return values.to(device=self._device, dtype=like.dtype)
+        replaced = self._replaced.get(name)
+        values = self._loads[name]() if replaced is None else decode(replaced.to(self._device))
+        return values.to(device=self._device, dtype=self._absent[name].dtype)
 
     def _set(self, name: str, parameter: nn.Parameter) -> None:
         for module, key in self._places[name]:
@@ -140,9 +135,6 @@ class Resident:
         del self._held[name]
         self.held_bytes -= self._absent[name].nbytes
 
-    def _bytes_in(self, module: nn.Module) -> int:
-        return sum(each.nbytes for each in module.parameters() if each.dim() > 1)
-
 
 class _Loading:
     """A module's forward that has its weights read first.
@@ -158,6 +150,16 @@ class _Loading:
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         with self.resident.using(self.names):
             return self.__wrapped__(*arguments, **named)
+
+
+def weight_bytes(module: nn.Module) -> int:
+    return sum(each.nbytes for each in module.parameters() if each.dim() > 1)
+
+
+def bytes_at_once(network: nn.Module, blocks: Sequence[nn.Module]) -> int:
+    """Weights of the largest of some blocks, and all outside of them."""
+    sizes = [weight_bytes(block) for block in blocks]
+    return weight_bytes(network) - sum(sizes) + max(sizes, default=0)
 
 
 def resident_of(model: nn.Module) -> Resident | None:
@@ -189,7 +191,7 @@ def replace_weight(model: nn.Module, name: str, encoded: Encoded, values: Tensor
     if resident is None:
         model.state_dict()[name].copy_(values)
         return encoded
-    kept = on_device(encoded, torch.device("cpu"))
+    kept = encoded.to("cpu")
     resident.put(name, kept)
     return kept
 
@@ -199,7 +201,3 @@ def release(model: nn.Module | None) -> None:
     resident = None if model is None else resident_of(model)
     if resident is not None:
         resident.release()
-
-
-def on_device(encoded: Encoded, device: torch.device) -> Encoded:
-    return replace(encoded, parts={name: part.to(device) for name, part in encoded.parts.items()})

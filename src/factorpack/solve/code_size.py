@@ -10,15 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from factorpack.format.classes import MAX_CLASSES
+from factorpack.format.stream_plan import MANY_CODES, class_width
 from factorpack.quantize.trellis import machine, segment_rows
+from factorpack.solve.evenly import spread_evenly
 
 SAMPLED = 1 << 22
 """Codes that are counted: of more, evenly spaced columns, and rows where there are very many."""
 MOST_ROWS = 8192
-MANY_CODES = 1 << 20
-"""With at least as many codes, classes of half the width pay, and rounds that refine them."""
 ROUNDS = 4
-MOST_CLASSES = 32
 FAINTEST = 2.0**-5
 """Mean magnitudes far below this are one class."""
 FEW_SYMBOLS = 24
@@ -48,8 +48,8 @@ def estimate_bytes(codes: Tensor, states: int = 0, rows: int = 0) -> Tensor:
         codes, quantizers = codes[:, some], None if quantizers is None else quantizers[:, some]
     share = all_codes / codes[0].numel()
     symbols, bits_beyond = _symbols(codes, magnitude := codes.abs())
-    many = all_codes >= MANY_CODES
-    row_class, column_class = (_classes(magnitude.mean(axis), 4.0 if many else 2.0) for axis in (2, 1))
+    many = all_codes >= MANY_CODES  # rounds that refine the classes pay as well
+    row_class, column_class = (_classes(magnitude.mean(axis), 1 / class_width(all_codes)) for axis in (2, 1))
     if many:
         row_class, column_class = _refined(_binned(symbols), row_class, column_class)
     models = row_class[:, :, None] + column_class[:, None, :]
@@ -60,18 +60,10 @@ def estimate_bytes(codes: Tensor, states: int = 0, rows: int = 0) -> Tensor:
     return (shortest + bits_beyond * share) / 8 + HEADER_BYTES
 
 
-def spread_evenly(count: int, most: int, device: torch.device) -> Tensor:
-    """At most `most` positions of `count`, at least one: multiples of the golden ratio have no period."""
-    if count <= max(most, 1):
-        return torch.arange(count, device=device)
-    golden = torch.arange(max(most, 1), dtype=torch.float64, device=device) * 0.6180339887498949
-    return ((golden % 1.0) * count).long()
-
-
 def _classes(means: Tensor, per_octave: float) -> Tensor:
     """Classes, from 0 up, of (batch, n) mean magnitudes."""
     scale = per_octave * torch.log2(means + FAINTEST)
-    return (scale - scale.amin(1, keepdim=True)).round_().clamp_(0, MOST_CLASSES - 1).to(torch.int32)
+    return (scale - scale.amin(1, keepdim=True)).round_().clamp_(0, MAX_CLASSES - 1).to(torch.int32)
 
 
 def _binned(symbols: Tensor) -> Tensor:
@@ -159,7 +151,7 @@ def _count(models: Tensor, symbols: Tensor) -> Tensor:
 
 def _class_bits(classes: Tensor) -> Tensor:
     """Bits that name the classes of (batch, n) rows or columns: (batch,)."""
-    return _entropy(torch.nn.functional.one_hot(classes.long(), MOST_CLASSES).sum(1))
+    return _entropy(torch.nn.functional.one_hot(classes.long(), MAX_CLASSES).sum(1))
 
 
 def _model_bits(counts: Tensor, share: float) -> Tensor:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from factorpack.passes.resident import loaded
 from factorpack.record import LayerMoments
+from factorpack.solve.evenly import spread_evenly
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 LARGE, BLOCKS = 1024, 8
@@ -53,22 +54,14 @@ def positions(layer: nn.Module, inputs: Tensor, most: int | None = None) -> Tens
         spots, groups = 1 + len(layer.kernel_size), layer.groups
         windows = windows.movedim(spots, -1)
     shape = windows.shape[:spots]
-    picked = _pick(math.prod(shape), most, inputs.device)
-    if picked is not None:
-        windows = windows[torch.unravel_index(picked, shape)]
+    count = math.prod(shape)
+    if most is not None and count > most:
+        windows = windows[torch.unravel_index(spread_evenly(count, most, inputs.device), shape)]
+        spots = 1
     if groups == 1:
-        return windows.reshape(1, -1, math.prod(windows.shape[1 if picked is not None else spots :]))
+        return windows.reshape(1, -1, math.prod(windows.shape[spots:]))
     split: Tensor = windows.unflatten(-1, (groups, -1)).movedim(-2, 0)
-    return split.reshape(groups, -1, math.prod(split.shape[2 if picked is not None else 1 + spots :]))
-
-
-def _pick(count: int, most: int | None, device: torch.device) -> Tensor | None:
-    """Positions to take of `count`, or None for all of them."""
-    if most is None or count <= most:
-        return None
-    # Multiples of the golden ratio are evenly spaced and never align with an image's width.
-    golden = torch.arange(most, dtype=torch.float64, device=device) * 0.6180339887498949
-    return ((golden % 1.0) * count).long()
+    return split.reshape(groups, -1, math.prod(split.shape[1 + spots :]))
 
 
 def _to_weight_order(layer: nn.Module, device: torch.device) -> Tensor | None:

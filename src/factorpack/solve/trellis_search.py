@@ -15,6 +15,7 @@ from torch import Tensor
 
 from factorpack.quantize.trellis import machine, segment_rows
 from factorpack.solve.code_length import CLASSES, REACH, bits_of_counts, fit_lengths
+from factorpack.solve.evenly import spread_evenly
 
 FINE_STEP = 0.57
 """The levels' step relative to a plain step of equal error: a half, enlarged by the packing gain."""
@@ -110,21 +111,11 @@ def fit_trellis(values: Tensor, price: float, states: int) -> TrellisLengths:
         price / FINE_STEP**2,
         states,
     )
-    picked = _sample_columns(values)
+    picked = spread_evenly(values.shape[2], FITTED_ELEMENTS // values.shape[1], values.device)
     some = replace(lengths, column_class=lengths.column_class[:, picked], quiet=lengths.quiet[:, picked])
     for _ in range(ROUNDS):
         some = some.refit(*some.paths(values[:, :, picked]))
     return replace(lengths, table=some.table)
-
-
-def _sample_columns(values: Tensor) -> Tensor:
-    """Evenly spaced columns, enough to fit to: multiples of the golden ratio have no period."""
-    columns = values.shape[2]
-    many = max(1, FITTED_ELEMENTS // values.shape[1])
-    if columns <= many:
-        return torch.arange(columns, device=values.device)
-    golden = torch.arange(many, dtype=torch.float64, device=values.device) * 0.6180339887498949
-    return ((golden % 1.0) * columns).long()
 
 
 def _initial_table(plain: Tensor) -> Tensor:
