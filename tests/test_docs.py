@@ -26,6 +26,7 @@ from benchmarks.run import EXPERIMENTS, RESULTS, STUDIES
 from factorpack.commands import COMMANDS, command_line
 from factorpack.planning.families import DEFAULT_METHOD, FAMILIES
 from factorpack.planning.recipe import KEYS, recipe_from
+from tests.forking import run_forked
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
@@ -49,7 +50,7 @@ def test_examples_in_docstrings(name: str) -> None:
 def test_the_method_that_docs_add_keeps_the_contract() -> None:
     (block,) = blocks("docs/adding-a-method.md", "python")
     used = "found = factorpack.decoding.decode(Half().encode(Weight(torch.ones(3, 2))))\nassert found.eq(1).all()\n"
-    subprocess.run([sys.executable, "-c", f"import factorpack.decoding\n{block}\n{used}"], check=True)
+    run_forked([sys.executable, "-c", f"import factorpack.decoding\n{block}\n{used}"], check=True)
 
 
 @pytest.mark.usefixtures("trained_once")
@@ -171,7 +172,7 @@ def test_the_recipe_that_docs_show_is_one() -> None:
 
 
 def test_the_tables_are_what_the_results_say() -> None:
-    subprocess.run([sys.executable, "-m", "benchmarks.tables", "--check"], check=True, cwd=ROOT)
+    run_forked([sys.executable, "-m", "benchmarks.tables", "--check"], check=True, cwd=ROOT)
 
 
 CASES = sorted(EXPERIMENTS.rglob("*.toml"))

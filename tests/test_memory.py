@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 
 from factorpack.format.container import write_plain
+from tests.forking import run_forked
 from tests.helpers import seeded
 
 COUNT, SIDE = 48, 1024
@@ -59,9 +58,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def growth_bytes(verb: str, folders: tuple[Path, Path]) -> int:
     command = [sys.executable, "-c", SCRIPT, verb, *map(str, folders)]
-    alone = os.environ | {"OMP_NUM_THREADS": "1"}  # threads have arenas of their own
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=alone)
-    return int(done.stdout)
+    return int(run_forked(command, check=True).stdout)
 
 
 def test_compress_to_and_export_hold_a_tensor_at_a_time(folders: tuple[Path, Path]) -> None:
