@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 # Matrices this small gain nothing from threads, and threads that wait for a busy core spin. Programs that
 # tests start read the variable; in this process it must be set before torch is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # of the few tests that ask for two
 
 import pytest
 from hypothesis import settings
@@ -27,6 +28,9 @@ gc.disable()  # what is imported and collected stays to the end: to look for gar
 
 
 def pytest_collection_finish() -> None:
+    import torch
+
+    torch.set_num_threads(1)
     gc.freeze()
     gc.enable()
     start_server()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -188,20 +189,31 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], nn.Module], Tensor, dict[str, Any
 }
 
 
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run of `net` leaves that was killed after 11 parts. Not to be changed."""
+    out = tmp_path_factory.mktemp("killed") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        Watch(patch).kill(11, lambda: compress(out, net(), [IMAGES]))
+    return out.with_suffix(".parts")
+
+
 @pytest.mark.parametrize("change", CHANGES)
-def test_nothing_is_reused_of_a_run_with_another(change: str, tmp_path: Path, watch: Watch) -> None:
+def test_nothing_is_reused_of_a_run_with_another(
+    change: str, tmp_path: Path, watch: Watch, killed: Path
+) -> None:
     modify, data, more = CHANGES[change]
     out = tmp_path / "out"
-    watch.kill(11, lambda: compress(out, net(), [IMAGES]))
+    shutil.copytree(killed, tmp_path / "out.parts")
     found = compress(out, modify(net()), [data], ratio=10.0, **more)
     assert watch.found == []
     assert found == compress(tmp_path / "whole", modify(net()), [data], ratio=10.0, **more)
     assert {path.name for path in tmp_path.iterdir()} == {"whole", "out"}, "what is stale goes too"
 
 
-def test_another_ratio_takes_only_the_sensitivities(tmp_path: Path, watch: Watch) -> None:
+def test_another_ratio_takes_only_the_sensitivities(tmp_path: Path, watch: Watch, killed: Path) -> None:
     out = tmp_path / "out"
-    watch.kill(11, lambda: compress(out, net(), [IMAGES]))
+    shutil.copytree(killed, tmp_path / "out.parts")
     compress(out, net(), [IMAGES], ratio=12.0)
     assert watch.found == ["sensitivities"]
 

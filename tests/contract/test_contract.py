@@ -2,8 +2,8 @@
 
 A new method joins by itself, with the settings it is compared by; an entry in each table adds others. Cases
 are pairwise: every setting meets every shape, every type and every unit, and every shape every type and unit.
-Settings and shapes meet types and units as one, so what needs three of them at once is seen too, on some
-shape or with some setting.
+Types come with their units, so what needs three of them at once is seen too, on some shape or with some
+setting.
 """
 
 from __future__ import annotations
@@ -197,7 +197,18 @@ def test_zeros_stay_zeros(method: Method) -> None:
         assert decode(method.encode(Weight(torch.zeros(shape), groups))).eq(0).all(), name
 
 
-@pytest.mark.parametrize(("setting", "shape_name", "unit"), pairwise(METHOD_OF, SHAPES, FAR), ids=str)
+def settings_in_units() -> list[tuple[str, str, str]]:
+    """Every setting in every unit and every shape in every unit; settings meet shapes above."""
+    shapes = itertools.cycle(SHAPES)
+    return [(setting, next(shapes), unit) for unit in FAR for setting in METHOD_OF]
+
+
+def test_units_meet_everything() -> None:
+    cases = settings_in_units()
+    assert {(shape, unit) for _, shape, unit in cases} == set(itertools.product(SHAPES, FAR))
+
+
+@pytest.mark.parametrize(("setting", "shape_name", "unit"), settings_in_units(), ids=str)
 def test_the_unit_of_the_weights_does_not_matter(setting: str, shape_name: str, unit: str) -> None:
     """Only scales may: they are FP16 where that can hold them, and FP32 elsewhere."""
     method, (shape, groups), (dtype, power) = METHOD_OF[setting], SHAPES[shape_name], FAR[unit]

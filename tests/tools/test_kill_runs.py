@@ -13,12 +13,12 @@ COMMANDS = ["compress --ratio --calibration", "finetune", "compare a small net"]
 
 
 def test_killed_commands_go_on_to_the_same_files(tmp_path: Path) -> None:
-    some = ["--kills", "6", "--in-a-row", "2", "--commands", *COMMANDS]
+    some = ["--kills", "3", "--in-a-row", "2", "--commands", *COMMANDS]
     command = [sys.executable, "-m", "tools.kill_runs", *some, "--results", str(tmp_path)]
     done = run_forked(command, cwd=ROOT, timeout=200)
     assert done.stdout, done.stderr
     document = json.loads(done.stdout)
     for name, count in document["result"].items():
-        assert count["kills"] >= 2, name
+        assert count["kills"] >= 1, name
         assert count["violations"] == [], name
     assert done.returncode == 0
