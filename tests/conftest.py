@@ -32,6 +32,7 @@ def pytest_collection_finish() -> None:
 
     torch.set_num_threads(1)
     gc.freeze()
+    gc.set_threshold(5_000, 20, 100)  # a search through all that tests import takes half a second
     gc.enable()
     start_server()
 
