@@ -12,7 +12,7 @@ from tools import fuzz_cli
 
 
 def test_the_command_line_ends_well() -> None:
-    outcome = fuzz_cli.fuzz(15, 0)
+    outcome = fuzz_cli.fuzz(25, 0)
     assert outcome.violations == []
     assert {"exit 0", "exit 2"} <= set(outcome.counts) <= {"exit 0", "exit 1", "exit 2"}
 
