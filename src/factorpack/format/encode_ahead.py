@@ -28,14 +28,21 @@ class Streams:
     """
 
     def __init__(self) -> None:
-        self._held: dict[str, tuple[Encoded, Stored]] = {}
+        self._held: dict[str, tuple[Encoded, Future[Stored]]] = {}
 
     def find(self, name: str, encoded: Encoded) -> Stored | None:
+        """The stream, once it is made if it has begun."""
         held = self._held.get(name)
-        return held[1] if held is not None and held[0] is encoded else None
+        return held[1].result() if held is not None and held[0] is encoded else None
 
     def keep(self, name: str, encoded: Encoded, made: Stored) -> None:
-        self._held[name] = encoded, made
+        self._held[name] = encoded, _done(made)
+
+    def begin(self, name: str, encoded: Encoded, pool: Executor, seen: int) -> None:
+        """Starts to make a stream that is not here, in a pool; `seen` are the elements of all tensors of the file."""
+        held = self._held.get(name)
+        if held is None or held[0] is not encoded:
+            self._held[name] = encoded, _start(name, encoded, pool, seen)
 
 
 def encode_ahead(
@@ -62,9 +69,9 @@ def encode_ahead(
                 while waiting and _is_enough([*(each for _, each, _ in waiting), encoded], threads):
                     yield _first(waiting, streams)
                 seen += encoded.numel
-                elsewhere = encoded.numel >= _LEAST_SENT and (are_running() or seen >= _MANY)
-                encode = encode_elsewhere if elsewhere else encode_codes
-                waiting.append((name, encoded, _start(name, encoded, known, tasks, encode)))
+                held = known.find(name, encoded)
+                future = _start(name, encoded, tasks, seen) if held is None else _done(held)
+                waiting.append((name, encoded, future))
             while waiting:
                 yield _first(waiting, streams)
         finally:
@@ -77,13 +84,14 @@ def _is_enough(tensors: list[Encoded], threads: int) -> bool:
     return many or len(tensors) > _MOST_TENSORS * threads
 
 
-def _start(
-    name: str, encoded: Encoded, known: Streams, tasks: Executor, encode: EncodeCodes
-) -> Future[Stored]:
-    made = known.find(name, encoded)
-    if made is None:
-        # Copied on the caller's own CUDA stream: another thread's would not wait for it.
-        return tasks.submit(_stored, name, encoded.to("cpu"), encode)
+def _start(name: str, encoded: Encoded, tasks: Executor, seen: int) -> Future[Stored]:
+    """Begins to encode a tensor: a large one in a worker, where `seen` elements of tensors are worth starting some."""
+    elsewhere = encoded.numel >= _LEAST_SENT and (are_running() or seen >= _MANY)
+    # Copied on the caller's own CUDA stream: another thread's would not wait for it.
+    return tasks.submit(_stored, name, encoded.to("cpu"), encode_elsewhere if elsewhere else encode_codes)
+
+
+def _done(made: Stored) -> Future[Stored]:
     done: Future[Stored] = Future()
     done.set_result(made)
     return done
