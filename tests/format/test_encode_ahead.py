@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -119,3 +120,22 @@ def test_what_was_measured_is_not_encoded_again(tmp_path: Path, monkeypatch: pyt
     save(Packed(made, ALIASES), tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == (tmp_path / "file").read_bytes()
     assert list(load(tmp_path / "file")) == list(made)
+
+
+def test_the_largest_tensor_that_waits_is_encoded_next(monkeypatch: pytest.MonkeyPatch):
+    started, all_wait = [], threading.Event()
+
+    def noted(name: str, *_others: object) -> tuple[object, bytes]:
+        started.append(name)
+        all_wait.wait()
+        return None, b""
+
+    monkeypatch.setattr(ahead, "_stored", noted)
+    with ahead.LargestFirst(1) as pool:
+        sizes = {"first": 3, "small": 2, "large": 9, "middle": 5}
+        for name, size in sizes.items():
+            pool.start(name, coded(size, size, 0), ahead.encode_codes)
+            while not started:
+                time.sleep(0.001)
+        all_wait.set()
+    assert started == ["first", "large", "middle", "small"]

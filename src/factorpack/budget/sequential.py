@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +16,7 @@ from factorpack.budget.tensors import Tensors, zero_of
 from factorpack.calibration.walk import Walk
 from factorpack.decoding import decode
 from factorpack.errors import while_compressing
-from factorpack.format.encode_ahead import Streams
+from factorpack.format.encode_ahead import LargestFirst, Streams
 from factorpack.format.packed_file import bytes_of, rows_of
 from factorpack.methods import SecondOrder
 from factorpack.passes.resident import copy_network, release, replace_weight, tensor_of
@@ -67,7 +66,7 @@ class SequentialCoder:
         estimated: dict[str, int] = {}
         with (
             Progress("compressing", self._tensors.numel, self._progress) as bar,
-            ThreadPoolExecutor(torch.get_num_threads()) as pool,
+            LargestFirst(torch.get_num_threads()) as pool,
         ):
             for name in self.order:
                 bar.show(name)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
+from queue import PriorityQueue
 
 from factorpack.errors import FormatError
 from factorpack.format.container import stored
@@ -12,7 +14,7 @@ from factorpack.format.encode_workers import EncodeCodes, are_running, encode_co
 from factorpack.format.schema import TensorRow
 from factorpack.record import Encoded
 
-_MOST_TENSORS, _MOST_NUMEL = 8, 1 << 23
+_MOST_TENSORS, _MOST_NUMEL = 32, 1 << 23
 """Tensors that wait, and their elements, per thread: encoding takes about five bytes per element."""
 
 _LEAST_SENT, _MANY = 1 << 16, 1 << 22
@@ -38,11 +40,36 @@ class Streams:
     def keep(self, name: str, encoded: Encoded, made: Stored) -> None:
         self._held[name] = encoded, _done(made)
 
-    def begin(self, name: str, encoded: Encoded, pool: Executor, seen: int) -> None:
+    def begin(self, name: str, encoded: Encoded, pool: LargestFirst, seen: int) -> None:
         """Starts to make a stream that is not here, in a pool; `seen` are the elements of all tensors of the file."""
         held = self._held.get(name)
         if held is None or held[0] is not encoded:
             self._held[name] = encoded, _start(name, encoded, pool, seen)
+
+
+class LargestFirst(ThreadPoolExecutor):
+    """Threads that encode the largest waiting tensor next, so that no large one is left alone at the end."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads)
+        self._waiting: PriorityQueue[tuple[int, int, Callable[[], None]]] = PriorityQueue()
+        self._count = count()
+
+    def start(self, name: str, encoded: Encoded, encode: EncodeCodes) -> Future[Stored]:
+        """Encodes a tensor when its turn comes."""
+        future: Future[Stored] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(_stored(name, encoded, encode))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._waiting.put((-encoded.numel, next(self._count), work))
+        self.submit(lambda: self._waiting.get()[2]())
+        return future
 
 
 def encode_ahead(
@@ -61,7 +88,7 @@ def encode_ahead(
                 streams.keep(name, encoded, made)
             yield made
         return
-    with ThreadPoolExecutor(threads) as tasks:
+    with LargestFirst(threads) as tasks:
         waiting: deque[tuple[str, Encoded, Future[Stored]]] = deque()
         seen = 0
         try:
@@ -84,11 +111,11 @@ def _is_enough(tensors: list[Encoded], threads: int) -> bool:
     return many or len(tensors) > _MOST_TENSORS * threads
 
 
-def _start(name: str, encoded: Encoded, tasks: Executor, seen: int) -> Future[Stored]:
+def _start(name: str, encoded: Encoded, tasks: LargestFirst, seen: int) -> Future[Stored]:
     """Begins to encode a tensor: a large one in a worker, where `seen` elements of tensors are worth starting some."""
     elsewhere = encoded.numel >= _LEAST_SENT and (are_running() or seen >= _MANY)
     # Copied on the caller's own CUDA stream: another thread's would not wait for it.
-    return tasks.submit(_stored, name, encoded.to("cpu"), encode_elsewhere if elsewhere else encode_codes)
+    return tasks.start(name, encoded.to("cpu"), encode_elsewhere if elsewhere else encode_codes)
 
 
 def _done(made: Stored) -> Future[Stored]:
