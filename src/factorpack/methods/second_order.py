@@ -145,16 +145,16 @@ def check_trellis(states: int) -> None:
         raise PlanError(f"trellis is {states}, allowed are 0 and {' and '.join(map(str, MEMORY))} states")
 
 
-def stored_step(step: float, trellis: int, device: torch.device) -> Tensor:
-    """The step of the codes, (1, 1), for that of plain codes of equal error."""
-    return storable(torch.tensor([[step * FINE_STEP if trellis else step]], device=device))
+def stored_step(step: float, trellis: int) -> Tensor:
+    """The step of the codes, (1, 1) in host memory, for that of plain codes of equal error."""
+    return storable(torch.tensor([[step * FINE_STEP if trellis else step]]))
 
 
 def encode_at(
     problem: LayerProblem, step: float, weight: Weight, price: float = HIGH_RATE, trellis: int = 0
 ) -> Encoded:
     """The weight's codes at one step, as a scalar or a factors tensor."""
-    stored = stored_step(step, trellis, problem.latent.device)
+    stored = stored_step(step, trellis).to(problem.latent.device)
     codes, _ = problem.round(stored.float().reshape(1), price, trellis)
     largest = float(codes.abs().max())
     if largest > code_range(MAX_STORED_BITS)[1]:
