@@ -87,7 +87,7 @@ def test_a_killed_command_goes_on(
         patched.setattr("factorpack.budget.goals.meet_size", None)  # fails once it has planned
         assert invoke("compress", checkpoint, "-o", packed, *how).exit_code == 1
     assert (tmp_path / "small.safetensors.parts").is_dir()
-    monkeypatch.setattr("factorpack.budget.measured_curves.choose_methods", None)  # planning again would fail
+    monkeypatch.setattr("factorpack.budget.measured_curves.plan_together", None)  # planning again would fail
     said = ok("compress", checkpoint, "-o", packed, *how)
     assert "resuming from what" in said
     assert "small.safetensors.parts" in said.replace("\n", "")
@@ -113,7 +113,7 @@ def test_curves_are_kept_and_used_again(
         assert curve["bytes"] == sorted(curve["bytes"], reverse=True)
     first = packed.read_bytes()
     with monkeypatch.context() as patched:
-        patched.setattr("factorpack.budget.measured_curves.choose_methods", None)  # planning again would fail
+        patched.setattr("factorpack.budget.measured_curves.plan_together", None)  # planning again would fail
         ok("compress", checkpoint, "-o", packed, "--ratio", 9, "--curves", curves)
         assert packed.read_bytes() == first
         ok("compress", checkpoint, "-o", packed, "--ratio", 30, "--curves", curves)
