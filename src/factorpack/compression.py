@@ -79,8 +79,11 @@ def compress(
 
     `to` is a file to write: with a method, or over an engine, no more than one tensor is then in memory at a
     time. An `engine` of `factorpack.engine` hands each tensor to a worker, which reads the checkpoint itself:
-    the source is then a path. With a method the file is the same as without an engine; a budget is met from
-    the weights alone, and its file is the same for any number of workers.
+    the source is then a path. With a method the file is the same as without an engine; a budget from the
+    weights alone gives the same file for any number of workers. With `calibration` the source is a model, whose
+    classes workers must be able to import. They measure sensitivities batch by batch, and curves and their
+    refinement weight by weight; this process runs the layers in order and codes them. On a CPU the file is
+    the one that a single process with one thread makes, where this process has one thread.
 
     What a budget or an engine has finished waits in the folder `to`.parts. If the call is killed, the same
     call resumes from there, and on a CPU with as many threads it ends in the same bytes.
@@ -156,8 +159,8 @@ def _check_calibrated_engine(source: Checkpoint, to: str | Path | None, budgets:
     """Refuses what workers cannot do with calibration data."""
     if isinstance(source, str | Path):
         raise PlanError(
-            "a folder is calibrated block by block in one process: open the model and compress that, or leave the "
-            "engine out"
+            "a model on disk is calibrated block by block in one process: open it and compress that, or leave "
+            "the engine out"
         )
     if to is None or not budgets:
         raise PlanError(

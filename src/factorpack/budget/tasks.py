@@ -1,8 +1,8 @@
 """A budget met from the weights alone by tasks of an engine: one per weight for its curve, then for its codes.
 
 The driver holds curves, sizes and names. With calibration data each layer waits for the layers before it,
-which is `sequential`. Here no weight waits for another, so what one of them misses is not spent by the next:
-the bytes are not quite those of `sequential`, within the same budget.
+which is `sequential`; what does not wait is spread by `workers`. Here no weight waits for another, so what one
+of them misses is not spent by the next: the bytes are not quite those of `sequential`, within the same budget.
 """
 
 from __future__ import annotations

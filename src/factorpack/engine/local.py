@@ -94,7 +94,9 @@ class _WorkerPool:
 
     def _most_workers(self, tasks: Sequence[Task]) -> int:
         most = min(self._settings.workers or os.cpu_count() or 1, len(tasks))
-        return min(most, torch.cuda.device_count()) if any(task.on_gpu for task in tasks) else most
+        if any(task.on_gpu for task in tasks):
+            return max(min(most, torch.cuda.device_count()), 1)
+        return most
 
     def _outcomes(self) -> Iterator[Outcome]:
         while self._waiting or self._busy():
