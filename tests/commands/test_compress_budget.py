@@ -83,7 +83,7 @@ def test_a_killed_command_goes_on(
     checkpoint: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed, expected = tmp_path / "small.safetensors", tmp_path / "whole.safetensors"
-    how = ["--ratio", 16, "--model", MODEL, "--calibration", folder, "--image-size", SIDE]
+    how = ["--ratio", 16, "--model", MODEL, "--calibration", folder, "--image-size", SIDE, "--samples", 3]
     assert "resuming" not in ok("compress", checkpoint, "-o", expected, *how)
     workers = Here()
     with monkeypatch.context() as patched:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import factorpack as fp
 from factorpack.budget import worker_tasks, workers
+from factorpack.budget.sensitivity import measure_information
 from factorpack.calibration.calibrate import calibrate
 from factorpack.engine import Engine, Local
 from factorpack.errors import EngineError, PlanError, SourceError
@@ -77,21 +78,34 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def compress(out: Path, net: str, engine: Engine | None = None) -> bytes:
+def compress(out: Path, net: str, engine: Engine | None = None) -> tuple[bytes, list[Any]]:
+    """The bytes of a file, and the curves it was planned on."""
     make, batches, how = NETS[net]
-    fp.compress(make(), calibration=batches, to=out, engine=engine, progress=False, **how)
-    return out.read_bytes()
+    packed = fp.compress(make(), calibration=batches, to=out, engine=engine, progress=False, **how)
+    return out.read_bytes(), list(packed.curves.items())
 
 
 @pytest.mark.parametrize("net", NETS)
 def test_the_bytes_are_those_of_one_process(
     net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("factorpack.budget.goals.LOSS_TRIES", 1)  # one file is enough
+    monkeypatch.setattr("factorpack.budget.goals.LOSS_TRIES", 1)  # one file is enough, not too small
+    monkeypatch.setattr("factorpack.budget.goals.FIRST_RATIO", 4.0)
     engine = Here(stop_after=999, reverse=True)
     assert compress(tmp_path / "spread", net, engine) == compress(tmp_path / "alone", net)
     assert {"batch 0", "batch 1"} < set(engine.names)
     assert {path.name for path in tmp_path.iterdir()} == {"alone", "spread"}, "no file for workers is left"
+
+
+def test_gradients_are_added_in_the_order_of_batches(tmp_path: Path) -> None:
+    model, layers = text(), ["table", "left", "back"]
+    calibration = calibrate(model, [batch for batch in texts() for _ in range(5)], samples=999)
+    spread = workers.Workers(Here(reverse=True), tmp_path, False)
+    spread.know(model, calibration, None)
+    found = spread.measure_information(model, calibration, layers, 80)
+    for name, expected in measure_information(model, calibration, layers, 80).items():
+        assert found[name].level == expected.level
+        assert name != "table" or torch.equal(*(each.metric for each in (found[name], expected)))
 
 
 def test_a_worker_that_dies_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
