@@ -25,7 +25,7 @@ from factorpack.quantize.uniform import (
 )
 from factorpack.record import Encoded
 from factorpack.solve.code_length import HIGH_RATE
-from factorpack.solve.feedback import round_with_feedback
+from factorpack.solve.feedback import Nearest, round_with_feedback
 from factorpack.solve.layer_problem import (
     CODEBOOK_BITS,
     DAMPING,
@@ -129,16 +129,12 @@ class SecondOrder(Method):
         scale = fit_scale(rows, bits).to(rows.device)
         problem = layer_problem(rows, self.moments_of(weight), None, self.damping)
         latent = problem.latent
-        low, high = code_range(bits)
-
-        def clamped(column: int, values: Tensor) -> Tensor:  # noqa: ARG001
-            return values.round().clamp_(low, high)
-
+        nearest = Nearest(*code_range(bits))
         step = scale.to(latent).reshape(latent.shape[:2]).clamp_min(torch.finfo(latent.dtype).tiny)
         if problem.factor is None:
-            codes = clamped(0, latent / step[:, :, None])
+            codes = nearest(0, latent / step[:, :, None])
         else:
-            codes, _ = round_with_feedback(latent, problem.factor, step, clamped)
+            codes, _ = round_with_feedback(latent, problem.factor, step, nearest)
         parts = {"codes": codes.reshape(rows.shape).to(torch.int8).contiguous(), "scale": scale}
         return weight.encoded("scalar", parts, {"codes": bits})
 
