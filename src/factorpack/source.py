@@ -9,6 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,21 +97,34 @@ def import_model(reference: str) -> nn.Module:
     module_name, _, attribute = reference.partition(":")
     if not module_name or not attribute:
         raise SourceError(f"{reference!r} does not name a model, expected module:callable")
-    sys.path.insert(0, str(Path.cwd()))
     try:
-        found = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-        model = found() if callable(found) and not isinstance(found, nn.Module) else found
+        with _working_folder_last():
+            found = importlib.import_module(module_name)
+            for part in attribute.split("."):
+                found = getattr(found, part)
+            model = found() if callable(found) and not isinstance(found, nn.Module) else found
     except (ImportError, AttributeError) as error:
         raise SourceError(f"there is no {reference!r}: {error}") from error
     except Exception as error:  # the caller's own code may raise anything
         raise SourceError(f"{reference!r} fails to build a model: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.pop(0)
     if not isinstance(model, nn.Module):
         raise SourceError(f"{reference!r} returns a {type(model).__name__}, expected a torch module")
     return model
+
+
+@contextmanager
+def _working_folder_last() -> Iterator[None]:
+    """Modules are also found in the working folder, where no installed package has the same name."""
+    here = str(Path.cwd())
+    if here in sys.path:
+        yield
+        return
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the imported code may have changed the path itself
+            sys.path.remove(here)
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
