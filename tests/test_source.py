@@ -53,6 +53,21 @@ class TestFiles:
         save_file(tensors, tmp_path / "a.safetensors")
         assert_holds(open_source(tmp_path / "a.safetensors"), tensors)
 
+    @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
+    def test_unsigned_numbers_are_kept_exactly(self, tmp_path: Path, dtype: torch.dtype) -> None:
+        top = torch.iinfo(dtype).max
+        tensors = {
+            "codes.weight": torch.tensor([[0, 1, top]], dtype=dtype).repeat(16, 16),
+            "one": torch.tensor(top, dtype=dtype),
+            "none": torch.empty(0, 3, dtype=dtype),
+        }
+        save_file({"w": seeded(64, 64), **tensors}, tmp_path / "a.safetensors")
+        fp.save(fp.compress(tmp_path / "a.safetensors", fp.Scalar(4), progress=False), tmp_path / "b")
+        fp.load(tmp_path / "b").decode_to(tmp_path / "c.safetensors", progress=False)
+        found = open_source(tmp_path / "c.safetensors").entries
+        for name, tensor in tensors.items():
+            assert_same_tensor(found[name].load(), tensor)
+
     def test_names_in_a_file_come_in_natural_order(self, tmp_path: Path) -> None:
         save_file({f"layer{i}": torch.ones(1) for i in (10, 9, 1, 2)}, tmp_path / "a.safetensors")
         assert list(open_source(tmp_path / "a.safetensors").entries) == [
