@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +133,14 @@ def test_a_packed_file_that_is_not_in_the_folder(tmp_path: Path, name: Any) -> N
         fp.hub.from_pretrained(folder)
 
 
+@cache
+def packed_llama(transformers: Any) -> fp.Packed:
+    return fp.compress(llama(transformers, tied=False, layers=1), fp.Scalar(4), progress=False)
+
+
 def packed(transformers: Any, tmp_path: Path) -> Path:
     model = llama(transformers, tied=False, layers=1)
-    fp.hub.save_pretrained(fp.compress(model, fp.Scalar(4), progress=False), tmp_path / "small", like=model)
+    fp.hub.save_pretrained(packed_llama(transformers), tmp_path / "small", like=model)
     return tmp_path / "small"
 
 
@@ -264,7 +270,7 @@ def test_weights_that_another_library_quantized(tmp_path: Path, stated: Any) -> 
     ("settings", "says"),
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000, allowed are"),
-        ({"num_hidden_layers": 10**6, **TINY}, "has weights for at most 1\\d{4} modules"),
+        ({"num_hidden_layers": 10**6, **TINY}, "has weights for at most \\d{4} modules"),
         ({"intermediate_size": 1 << 40}, "explain at most"),
         ({"vocab_size": 1 << 20}, "explain at most"),
         ({"vocab_size": 97}, r"is \(96, 64\) in the file, \(97, 64\) by its config"),

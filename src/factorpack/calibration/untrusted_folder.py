@@ -45,7 +45,7 @@ _REPEATS = re.compile("layer|depth|block|stage")
 MOST_REPEATS = 1 << 20
 SPARE_ELEMENTS, LARGEST_SHARE = 1 << 24, 4
 """A model may have this many elements, and this many times its file's: ties and buffers are in no file."""
-SPARE_MODULES, MODULES_PER_TENSOR = 10_000, 50
+SPARE_MODULES, MODULES_PER_TENSOR = 1000, 20
 
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
