@@ -81,10 +81,9 @@ class Try:
 
     def stored_steps(self) -> Tensor:
         """The steps as they would be stored, no finer than 16-bit codes allow."""
-        finest, device = _finest_step(self.weight, self.method), self.problem.latent.device
-        return torch.cat(
-            [stored_step(max(step, finest), self.method.trellis, device).float() for step in self.steps]
-        ).flatten()
+        finest = _finest_step(self.weight, self.method)
+        stored = [stored_step(max(step, finest), self.method.trellis).float() for step in self.steps]
+        return torch.cat(stored).flatten().to(self.problem.latent.device)
 
     def shape(self) -> tuple[object, ...]:
         """What tries that can be rounded at once have in common."""
