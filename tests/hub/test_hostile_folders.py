@@ -352,6 +352,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path, monkeypatch: pyte
     (killed / "model.safetensors").touch()
     in_use, held = _make_folder()
     assert killed.is_dir()
+    assert handle is not None
     os.close(handle)  # as the kernel does
     third, other = _make_folder()
     assert not killed.exists()

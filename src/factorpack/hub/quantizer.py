@@ -104,23 +104,26 @@ def _open_file(file: Path, shapes: dict[str, tuple[int, ...]]) -> Packed:
     return packed
 
 
-def _make_folder() -> tuple[Path, int]:
-    """A temporary folder, and the handle whose lock marks it as in use.
+def _make_folder() -> tuple[Path, int | None]:
+    """A temporary folder, and the handle whose lock marks it as in use; None where folders have no locks.
 
     One that no process holds is left from a killed process, and removed here.
     """
+    if not hasattr(os, "O_DIRECTORY"):  # Windows
+        return Path(tempfile.mkdtemp(prefix=PREFIX)), None
     for each in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):  # gone already, or another user's
-            handle = os.open(each, os.O_RDONLY | os.O_NOFOLLOW)
+        with suppress(OSError):  # gone already, no folder, or another user's
+            handle = os.open(each, os.O_DIRECTORY | os.O_NOFOLLOW)
             _remove_folder(each, handle) if lock(handle) else os.close(handle)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        handle = os.open(folder, os.O_RDONLY)
+        handle = os.open(folder, os.O_DIRECTORY)
         if lock(handle) is not False and is_same_file(handle, folder):
             return folder, handle
         os.close(handle)  # another process has just taken it for one that was left
 
 
-def _remove_folder(folder: Path, handle: int) -> None:
+def _remove_folder(folder: Path, handle: int | None) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    os.close(handle)
+    if handle is not None:
+        os.close(handle)
