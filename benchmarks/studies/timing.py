@@ -85,7 +85,7 @@ def _images(samples: int, held_out: int, batch: int) -> Data:
 def warm_up() -> None:
     """The first use of a device and of its libraries takes seconds that no later call pays."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(4, 64, 3), nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    net = nn.Sequential(nn.Conv2d(4, 256, 3), nn.Flatten(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
     inputs = torch.randn(16, 4, 3, 3, device=device())
     fp.compress(net.to(device()).eval(), ratio=3, calibration=[inputs], progress=False)
 
