@@ -8,22 +8,20 @@ from typing import Any
 import numpy as np
 
 from factorpack.format import frequency_tables as tables
-from tests.tampered import Pieces, compact, container_of, envelope_of
+from tests.tampered import Pieces, container_of, envelope_of
 
 Row = dict[str, Any]
 
 
 def file_of(rows: dict[str, tuple[Row, bytes]], aliases: dict[str, str] | None = None) -> bytes:
     """A file of these rows, with names and checksums added, and their streams."""
-    document = {"tensors": [{"name": name} | row for name, (row, _) in rows.items()], "aliases": aliases or {}}
+    document = {
+        "tensors": [{"name": name} | row for name, (row, _) in rows.items()],
+        "aliases": aliases or {},
+    }
     pieces = Pieces(document, {name: stream for name, (_, stream) in rows.items()})
     pieces.sign()
     return pieces.build()
-
-
-def schema_file(schema_json: bytes) -> bytes:
-    """A file without any stream."""
-    return container_of(envelope_of(schema_json), {})
 
 
 def filled(row: Row, stream: bytes, elements: int) -> tuple[Row, bytes]:
@@ -37,9 +35,9 @@ def constant(shape: list[int]) -> tuple[Row, bytes]:
     return filled(row | {"parts": {"value": ["raw", "float32", [1], 4]}}, bytes(4), int(np.prod(shape)))
 
 
-def ans_zeros() -> bytes:
-    """An entropy-coded stream in which every code is 0: one class, one symbol, no message."""
-    return struct.pack("<BbBBB", 8, 0, 0, 0, 0)
+def ans_of(code: int) -> bytes:
+    """An entropy-coded stream of one code: one class, one symbol, no message."""
+    return struct.pack("<BbBBB", 8, code, 0, 0, 0)
 
 
 def path_zeros(segment: int) -> bytes:
@@ -49,7 +47,7 @@ def path_zeros(segment: int) -> bytes:
     return header + tables.write_tables(even, np.array([[256]] * 2), 8)
 
 
-def path(rows: int, columns: int, segment: int, least_bytes: int = 0) -> tuple[Row, bytes]:
+def path(rows: int, columns: int, segment: int) -> tuple[Row, bytes]:
     """A scalar tensor whose codes are a path."""
     stream = path_zeros(segment)
     parts = {"codes": ["trellis", 4, [rows, columns], len(stream)], "scale": ["raw", "float16", [1, 1], 2]}
@@ -59,7 +57,7 @@ def path(rows: int, columns: int, segment: int, least_bytes: int = 0) -> tuple[R
 
 def factors(tile: int, rank: int, count: int) -> tuple[Row, bytes]:
     """A product of two factors of zeros."""
-    zeros, one = ans_zeros(), bytes(2)
+    zeros, one = ans_of(0), bytes(2)
     parts = {
         "codebook": ["ans", 4, [tile, rank], len(zeros)],
         "codebook_scale": ["raw", "float16", [1, 1], 2],
@@ -75,9 +73,17 @@ def empty() -> tuple[Row, bytes]:
     return row | {"parts": {"values": ["raw", "int8", [0], 0]}}, b""
 
 
-def schema_of(first: bytes, repeated: bytes, count: int, last: bytes) -> bytes:
-    return schema_file(b'{"tensors":[' + first + repeated * count + last + b'],"aliases":{}}')
+def schema_of(row: bytes, repeated: bytes = b"", count: int = 0) -> bytes:
+    """A file whose rows are this text, without a stream."""
+    return container_of(envelope_of(b'{"tensors":[' + row + repeated * count + b'],"aliases":{}}'), {})
 
 
-def compacted(value: object) -> bytes:
-    return compact(value)
+def codewords(stages: int, tile: int, count: int) -> tuple[Row, bytes]:
+    """Sums of one codeword of zeros per stage."""
+    zeros, book = ans_of(-2), bytes(2 * stages * tile)
+    parts = {
+        "codebook": ["raw", "float16", [stages, tile], len(book)],
+        "indices": ["ans", 2, [stages, count], len(zeros)],
+    }
+    row = {"kind": "codewords", "dtype": "float32", "shape": [count, tile], "parts": parts}
+    return filled(row, book + zeros, max(stages * count, tile * count))

@@ -26,7 +26,7 @@ from factorpack.format.atomic import atomic_write
 from factorpack.format.safetensors_file import SafetensorsFile
 from factorpack.format.schema import RESERVED, SMALL, PartRow, Schema, TensorRow
 from factorpack.format.streams import decode_part, encode_part, raw_bytes, split_of, states_of
-from factorpack.format.untrusted_json import short
+from factorpack.format.untrusted_json import short, shown
 from factorpack.kinds import KINDS
 from factorpack.record import DTYPES, Encoded, dtype_name
 
@@ -208,7 +208,7 @@ class Reader(Mapping[str, Encoded]):
         try:
             return _read_row(row, stream)
         except FormatError as error:
-            raise FormatError(f"tensor {name!r}: {error}") from error
+            raise FormatError(f"tensor {shown(name)}: {error}") from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.rows)
@@ -227,7 +227,7 @@ class Reader(Mapping[str, Encoded]):
         """A tensor's bytes as they are in the file now, with the checksum that they had when it was written."""
         stream = self._file.read(self._starts[row.name], row.stored_bytes)
         if zlib.crc32(stream) != row.crc:
-            raise FormatError(f"tensor {row.name!r}: the checksum does not match, the file is damaged")
+            raise FormatError(f"tensor {shown(row.name)}: the checksum does not match, the file is damaged")
         return stream
 
 
@@ -301,7 +301,7 @@ def _stream_starts(rows: Sequence[TensorRow], file: SafetensorsFile) -> dict[str
         found = file.entries[name]
         if found["dtype"] != "U8" or found["shape"] != [size]:
             raise FormatError(
-                f"tensor {name!r}: the container holds {found['dtype']} {found['shape']}, "
+                f"tensor {shown(name)}: the container holds {found['dtype']} {found['shape']}, "
                 f"the schema expects {size} bytes"
             )
         starts[name] = file.first + found["data_offsets"][0]

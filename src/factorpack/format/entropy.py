@@ -154,6 +154,8 @@ def _pop_matrix(
     ordered: Codes = np.empty((len(classing.rows), len(classing.columns)), order.dtype)
     for model, (own, frequencies) in enumerate(zip(places(classing, len(models)), models, strict=True)):
         counts = [ordered[place].size for place in own]
+        if not own and model not in chunked:
+            continue
         if model in chunked:
             symbols = large.next(sum(counts), symbol_type(header.symbols))
             if int(symbols.max(initial=0)) >= header.symbols:

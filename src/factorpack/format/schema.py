@@ -23,6 +23,7 @@ from factorpack.format.untrusted_json import (
     parse_counted,
     parse_json,
     short,
+    shown,
 )
 from factorpack.kinds import KINDS
 from factorpack.kinds.base import PartSpec, Specs
@@ -38,8 +39,8 @@ EXPANSION = 1024
 """A tensor of m elements takes at least m / EXPANSION bytes, so that no small file can request much memory."""
 OPERATIONS = 1 << 18
 """A tensor that takes m multiplications to decode takes at least m / OPERATIONS bytes: no file takes long."""
-FREE_ALIASED = 1 << 20
-"""Elements of aliases that any file may have; all others are held to EXPANSION, by the bytes of the file."""
+FREE_ALIASED, LEAST_ALIASED = 1 << 20, 1 << 14
+"""Elements of aliases that any file may have; EXPANSION holds for the others. An alias counts as some at least."""
 SMALL = "factorpack.small"
 RESERVED = (SMALL, "__metadata__")
 """Names the container uses itself."""
@@ -103,8 +104,8 @@ class Schema:
 
     @property
     def aliased_elements(self) -> int:
-        """Elements that aliases add to the decoded tensors."""
-        numels = {row.name: math.prod(row.shape) for row in self.tensors}
+        """Elements that aliases add to the decoded tensors, as the expansion rule counts them."""
+        numels = {row.name: max(math.prod(row.shape), LEAST_ALIASED) for row in self.tensors}
         return sum(numels[target] for target in self.aliases.values())
 
 
@@ -128,7 +129,7 @@ def check_aliases(names: Collection[str], aliases: Mapping[str, object]) -> None
     for alias, target in aliases.items():
         _name(alias)
         if alias in names or not isinstance(target, str) or target not in names:
-            raise FormatError(f"alias {alias!r} of {short(target)}: expected a new name for a tensor")
+            raise FormatError(f"alias {shown(alias)} of {short(target)}: expected a new name for a tensor")
 
 
 def check_expansion(schema: Schema, file_bytes: int) -> None:
@@ -173,7 +174,7 @@ def parse(metadata: str, file_bytes: int = 0) -> Schema:
     names: set[str] = set()
     for row in rows:
         if row.name in names:
-            raise FormatError(f"tensor {row.name!r} appears twice in the schema")
+            raise FormatError(f"tensor {shown(row.name)} appears twice in the schema")
         names.add(row.name)
     check_aliases(names, document["aliases"])
     schema = Schema(rows, document["aliases"])
@@ -218,7 +219,7 @@ def _checked_row(item: object) -> TensorRow:
     try:
         return _row(fields)
     except FormatError as error:
-        raise FormatError(f"tensor {fields['name']!r}: {error}") from error
+        raise FormatError(f"tensor {shown(fields['name'])}: {error}") from error
 
 
 def _row(fields: dict[str, Any]) -> TensorRow:

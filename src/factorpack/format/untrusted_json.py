@@ -27,6 +27,7 @@ MOST_DEPTH = 8
 """A schema has 6 levels: itself, rows, a row, parts, a part, a shape."""
 _PIECE = 1 << 18
 """Bytes that are counted at a time."""
+_LONGEST_NAME = 256
 _QUOTE, _BACKSLASH = ord('"'), b"\\"
 _OPEN, _CLOSE, _BETWEEN = b"[{", b"]}", b",:"
 
@@ -137,6 +138,13 @@ def parse_counted(text: str | bytes) -> object:
 def short(value: object) -> str:
     """What a hostile file holds, shortened for an error message."""
     return reprlib.repr(value)
+
+
+def shown(name: str) -> str:
+    """The name of a tensor, shortened only where it is no name."""
+    return (
+        repr(name) if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]!r}... ({len(name)} characters)"
+    )
 
 
 def _pieces(text: bytes) -> Iterator[bytes]:
