@@ -288,7 +288,7 @@ class TestCodes:
         assert found < 16 * columns + 8 * MEGABYTE
 
     def test_many_large_tables_take_little(self) -> None:
-        """Sixty tables of 8,192 symbols take a bit per symbol in the file, and once took 70 bytes in memory."""
+        """Sixty tables of 8,192 symbols take a bit per symbol in the file, and once took 57 bytes in memory."""
         symbols, even = 8192, np.array([[65536 - 31] + [1] * 31])
         models = np.ones((63, symbols), np.int64)
         models[:, 0] = 65536 - symbols + 1

@@ -19,7 +19,7 @@ import numpy as np
 
 from factorpack.errors import FormatError
 
-FREE_BYTES, BYTES_PER_BYTE = 1 << 20, 64
+FREE_BYTES, BYTES_PER_BYTE = 1 << 20, 16
 """Bytes of text that any file may have, and how many more for each byte of the file."""
 FREE_VALUES, BYTES_PER_VALUE = 1 << 18, 2
 """Values that any file may have, and how many bytes of the file each further one takes."""
@@ -91,7 +91,7 @@ class Extent:
             )
 
 
-def inflate(field: object, crc: int, most_bytes: int, extent: Extent) -> bytes:
+def inflate(field: object, crc: int, most_bytes: int, extent: Extent) -> bytearray:
     """A deflated schema in base64, counted as it grows."""
     if not isinstance(field, str):
         raise FormatError("the schema is not text")
@@ -113,7 +113,7 @@ def inflate(field: object, crc: int, most_bytes: int, extent: Extent) -> bytes:
         raise FormatError(f"the schema cannot be read: {error}") from error
     if not inflater.eof or inflater.unused_data:
         raise FormatError(f"the schema is cut short, or longer than {most_bytes} bytes")
-    return bytes(found)
+    return found
 
 
 def parse_json(text: str | bytes, file_bytes: int) -> object:
@@ -125,7 +125,7 @@ def parse_json(text: str | bytes, file_bytes: int) -> object:
     return parse_counted(text)
 
 
-def parse_counted(text: str | bytes) -> object:
+def parse_counted(text: str | bytes | bytearray) -> object:
     """`parse_json` of text that has been counted already."""
     try:
         # As UTF-8 and nothing else: json would also take UTF-16, which was not counted as such.
