@@ -128,7 +128,7 @@ def test_large_streams_get_entries_of_their_own(tmp_path: Path):
     model = {"a": wide(4, 8), "b": wide(128, 128), "c": wide(4, 9), "d": wide(130, 128)}
     write_packed(tmp_path / "file", model)
     reader = Reader(tmp_path / "file")
-    assert sorted(reader._file.keys()) == ["b", "d", "factorpack.small"]
+    assert sorted(reader._file.entries) == ["b", "d", "factorpack.small"]
     for name, encoded in model.items():
         assert_same_encoded(reader[name], encoded)
 
@@ -139,7 +139,7 @@ def test_the_limit_of_a_small_stream(tmp_path: Path, spare: int):
     write_packed(
         tmp_path / "file", {"a": Encoded("keep", tuple(values.shape), torch.uint8, {"values": values})}
     )
-    assert Reader(tmp_path / "file")._file.keys() == (["factorpack.small"] if spare else ["a"])
+    assert list(Reader(tmp_path / "file")._file.entries) == (["factorpack.small"] if spare else ["a"])
 
 
 def test_sizes_add_up_to_the_file(tmp_path: Path):
@@ -203,7 +203,9 @@ def broken(name: str) -> Encoded:
         "infinite mean": replace(conv, parts=conv.parts | {"mean": torch.full((16, 1), torch.inf)}),
         "code too large": replace(fc, parts=fc.parts | {"codes": torch.full((6, 40), 8, dtype=torch.int8)}),
         "nine dimensions": Encoded("keep", (1,) * 9, torch.float32, {"values": torch.zeros((1,) * 9)}),
-        "unknown type": Encoded("keep", (1,), torch.uint16, {"values": torch.zeros(1, dtype=torch.uint16)}),
+        "unknown type": Encoded(
+            "keep", (1,), torch.float8_e4m3fnuz, {"values": torch.zeros(1, dtype=torch.float8_e4m3fnuz)}
+        ),
         "integer weight": replace(fc, dtype=torch.int8),
         "complex to real": Encoded("keep", (1,), torch.float32, {"values": torch.zeros(1) * 1j}),
         "too many zeros": replace(conv, extra_zeros=273),
@@ -223,7 +225,7 @@ def broken(name: str) -> Encoded:
         ("infinite mean", "'mean' holds NaN or infinity"),
         ("code too large", "codes 8 to 8 do not fit 4 bits"),
         ("nine dimensions", "expected at most 8"),
-        ("unknown type", "unknown type 'uint16'"),
+        ("unknown type", "unknown type 'float8_e4m3fnuz'"),
         ("integer weight", r"torch.float32 values cannot represent a torch.int8 tensor"),
         ("complex to real", r"torch.complex64 values cannot represent a torch.float32 tensor"),
         ("too many zeros", "claims 273 extra zeros among 272 codes"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -12,6 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from factorpack.errors import FactorpackError
+from factorpack.printable import printable
 from factorpack.version import __version__
 
 
@@ -62,6 +65,25 @@ class LazyGroup(TyperGroup):
         name, stub, rest = super().resolve_command(ctx, args)
         return name, stub if name is None else command_line(name), rest
 
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        with _printable_messages():
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _printable_messages():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _printable_messages() -> Iterator[None]:
+    """The parser's messages repeat arguments, which a shell may have made from names of files."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(getattr(error, "message", None), str):
+            error.message = printable(error.message)  # type: ignore[attr-defined]
+        raise
+
 
 def command_line(name: str) -> Any:
     """A command as the parser sees it, with its options."""
@@ -97,9 +119,17 @@ def _options(
 
 def main() -> None:
     try:
-        app(prog_name="factorpack")
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            app(prog_name="factorpack")
     except (FactorpackError, OSError) as error:
         from factorpack.commands.console import print_error  # `--version` and `--help` do without
 
         print_error(error)
         sys.exit(2)
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    from factorpack.commands.console import print_warning
+
+    print_warning(message)
