@@ -23,7 +23,6 @@ from tests.tune.small_net import perceptron, with_weights
 FACTORS = fp.QSPCA(5, 3, tile=16)
 METHODS = {
     "scalar": fp.Scalar(3),
-    "factors": FACTORS,
     "sparse": fp.QSPCA(6, 4, 0.2, tile=16),
     "codewords": fp.methods.VQ(32),
 }
