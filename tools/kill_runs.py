@@ -121,6 +121,7 @@ def _point(path: Path) -> bytes:
     if path.suffix == ".md":
         return b""
     document = json.loads(path.read_text())
+    document.pop("checksum", None)
     for point in document.get("points", [document]):
         point.pop("compress_s")
     return json.dumps(document).encode()

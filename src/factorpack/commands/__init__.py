@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,7 +96,13 @@ def _options(
     """Makes trained PyTorch models many times smaller, in one safe file."""
 
 
+def _exit_on_sigterm() -> None:
+    """SIGTERM ends a command as Ctrl+C does, with all that is cleaned up on the way out."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 def main() -> None:
+    _exit_on_sigterm()
     try:
         app(prog_name="factorpack")
     except (FactorpackError, OSError) as error:
