@@ -75,10 +75,14 @@ def _is_recorded(packed: Path, record: Path, identity: Callable[[], str]) -> boo
         return False
     try:
         kept = read_checked_json(record)
+        if kept["made from"] != identity():
+            return False
+        if kept["packed"] != checksum_of_file(packed):
+            raise FormatError(f"{packed.name} is not the file that was finished")
     except (FormatError, SourceError) as error:
         say_damaged(record, packed.name, error)
         return False
-    return kept == {"made from": identity(), "packed": checksum_of_file(packed)}
+    return True
 
 
 def _files_of(given: Path | None) -> Iterator[Path]:
