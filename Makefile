@@ -3,6 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Everything has to have a hash that requirements/ lists. Then only torch and the package itself are left:
+# tools/lock.py says why torch has none.
+LOCKED := $(PIP) --require-hashes --no-deps
+REST := $(PIP) --no-build-isolation -c constraints.txt
 READY := $(VENV)/.ready
 DEMO := $(if $(wildcard $(READY)),,$(VENV)/.demo)
 
@@ -32,7 +37,8 @@ unit: $(READY)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 docs: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	$(LOCKED) -r requirements/docs.txt
+	$(REST) -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(READY)
@@ -49,15 +55,17 @@ wheel: $(READY)
 wheel-twice: $(READY)
 	tools/wheel_twice.sh $(BIN)/python
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt requirements/dev.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(LOCKED) -r requirements/dev.txt
+	$(REST) -e ".[dev]"
 	touch $(READY)
 
 # Only what the demo needs; a ready development environment already has it.
-$(VENV)/.demo: pyproject.toml constraints.txt
+$(VENV)/.demo: pyproject.toml constraints.txt requirements/demo.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo]"
+	$(LOCKED) -r requirements/demo.txt
+	$(REST) -e ".[demo]"
 	touch $@
 
 clean:

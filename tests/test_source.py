@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ import factorpack as fp
 from factorpack import source
 from factorpack.errors import SourceError
 from factorpack.record import DTYPES
-from factorpack.source import natural_key, open_source
+from factorpack.source import import_model, natural_key, open_source
 from tests.helpers import assert_same_tensor, seeded
 
 STATE = {
@@ -52,6 +53,21 @@ class TestFiles:
         }
         save_file(tensors, tmp_path / "a.safetensors")
         assert_holds(open_source(tmp_path / "a.safetensors"), tensors)
+
+    @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
+    def test_unsigned_numbers_are_kept_exactly(self, tmp_path: Path, dtype: torch.dtype) -> None:
+        top = torch.iinfo(dtype).max
+        tensors = {
+            "codes.weight": torch.tensor([[0, 1, top]], dtype=dtype).repeat(16, 16),
+            "one": torch.tensor(top, dtype=dtype),
+            "none": torch.empty(0, 3, dtype=dtype),
+        }
+        save_file({"w": seeded(64, 64), **tensors}, tmp_path / "a.safetensors")
+        fp.save(fp.compress(tmp_path / "a.safetensors", fp.Scalar(4), progress=False), tmp_path / "b")
+        fp.load(tmp_path / "b").decode_to(tmp_path / "c.safetensors", progress=False)
+        found = open_source(tmp_path / "c.safetensors").entries
+        for name, tensor in tensors.items():
+            assert_same_tensor(found[name].load(), tensor)
 
     def test_names_in_a_file_come_in_natural_order(self, tmp_path: Path) -> None:
         save_file({f"layer{i}": torch.ones(1) for i in (10, 9, 1, 2)}, tmp_path / "a.safetensors")
@@ -273,6 +289,30 @@ class TestNoCheckpoint:
         torch.save([1, 2], tmp_path / "a.pt")
         with pytest.raises(SourceError, match="holds a list, expected a state dict"):
             open_source(tmp_path / "a.pt")
+
+
+class TestModels:
+    """What `--model module:callable` names."""
+
+    def test_an_installed_module_comes_before_one_in_the_working_folder(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delitem(sys.modules, "this", raising=False)
+        (tmp_path / "this.py").write_text("from pathlib import Path\nPath('ran').touch()\ns = None\n")
+        with pytest.raises(SourceError, match="returns a str, expected a torch module"):
+            import_model("this:s")
+        assert not (tmp_path / "ran").exists()
+
+    def test_a_module_in_the_working_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "net_of_mine.py").write_text("from torch.nn import Identity\n")
+        before = list(sys.path)
+        assert isinstance(import_model("net_of_mine:Identity"), nn.Identity)
+        assert sys.path == before
+        with pytest.raises(SourceError, match="there is no 'net_of_nobody:a'"):
+            import_model("net_of_nobody:a")
+        assert sys.path == before
 
 
 @given(st.integers(0, 2000), st.integers(0, 2000))

@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def _images(samples: int, held_out: int, batch: int) -> Data:
 def warm_up() -> None:
     """The first use of a device and of its libraries takes seconds that no later call pays."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(4, 64, 3), nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    net = nn.Sequential(nn.Conv2d(4, 256, 3), nn.Flatten(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
     inputs = torch.randn(16, 4, 3, 3, device=device())
     fp.compress(net.to(device()).eval(), ratio=3, calibration=[inputs], progress=False)
 
@@ -100,6 +101,8 @@ def time_model(net: nn.Module, ratio: float, data: Data) -> Row:
 
     facts = {"parameters": _parameters(net), "samples": samples, "cores": len(os.sched_getaffinity(0))}
     found = {**facts, "budget": _measured(net, plan, data.held_out)}
+    if torch.cuda.is_available() and facts["parameters"] < MANY:
+        found["again"] = _timed(plan)[1]
     return _with_rounding(found, net, data) if data.batches else found
 
 
@@ -161,20 +164,37 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, Row]:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    _stop_workers()
     start_bytes = reset_peak()
-    started, cpu = time.perf_counter(), time.process_time()
+    started, cpu = time.perf_counter(), _cpu_seconds()
     made = work()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    _stop_workers()
     row: Row = {
-        "seconds": round(time.perf_counter() - started, 3),
-        "cpu_seconds": round(time.process_time() - cpu, 3),
+        "seconds": round(seconds, 3),
+        "cpu_seconds": round(_cpu_seconds() - cpu, 3),
         "host_peak_bytes": peak_bytes(),
         "host_start_bytes": start_bytes,
     }
     if torch.cuda.is_available():
         row["gpu_peak_bytes"] = torch.cuda.max_memory_allocated()
     return made, row
+
+
+def _stop_workers() -> None:
+    """Each measurement starts its own encoding workers; the CPU seconds of a worker are known once it has ended."""
+    with suppress(ImportError):  # earlier versions have none
+        from factorpack.format import encode_workers
+
+        encode_workers.stop_idle()
+
+
+def _cpu_seconds() -> float:
+    """This process, and processes it started that have ended."""
+    spent = os.times()
+    return sum(spent[:4])
 
 
 def _quality(net: nn.Module, packed: fp.Packed, held_out: list[Any]) -> Row:
@@ -213,7 +233,8 @@ def tabulate() -> str:
     """One row per stored result, with the seconds of the version before where those are stored too."""
     documents = {case: load_result("timing", case) for case in CASES if _is_stored("timing", case)}
     rows = [_cells(case, document) for case, document in documents.items() if case != SAVING]
-    head = ["work", "on", "million parameters", "seconds", "before", "4-bit rounding, s", "times rounding"]
+    head = ["work", "on", "million parameters", "seconds", "again, s", "before", "4-bit rounding, s"]
+    head += ["times rounding"]
     head += ["CPU seconds", "peak GPU, GB", "peak host, GB", "save, s", "file ratio", "KL, nats"]
     notes = [describe(documents) for describe in (_describe_depth, _describe_blocks, _describe_saving)]
     return f"{format_table(head, rows)}\n{''.join(notes)}{format_source(*documents.values())}"
@@ -228,6 +249,7 @@ def _cells(case: str, document: Row) -> list[str]:
         "GPU" if "gpu" in facts else f"{found['cores']} cores",
         f"{found['parameters'] / 1e6:,.1f}",
         f"{row['seconds']:.1f}",
+        f"{found['again']['seconds']:.1f}" if "again" in found else "",
         f"{_before(case)['budget']['seconds']:.1f}" if _is_stored(BEFORE, case) else "",
         f"{rounding['seconds']:.1f}" if rounding else "",
         f"{found['times_rounding']:.1f}" if rounding else "",
@@ -287,6 +309,8 @@ def _is_stored(folder: str, case: str) -> bool:
 
 BEFORE = "before/timing"
 """Results of an earlier version, measured on the same machine: `--results benchmarks/results/before`."""
+MANY = 500_000_000
+"""Models of fewer weights are compressed a second time: the first loads and compiles kernels for their shapes."""
 SAVING = "save-110m"
 LLAMA3_BLOCKS = 32
 CASES = {

@@ -95,9 +95,9 @@ def device_of(model: nn.Module) -> torch.device:
 
     Weights on the meta device do not count: they are read onto the device of the others when they are used.
     """
-    devices = [tensor.device for tensor in chain(model.parameters(), model.buffers())]
-    real = (device for device in devices if device.type != "meta")
-    return next(chain(real, devices), torch.device("cpu"))
+    devices = (tensor.device for tensor in chain(model.parameters(), model.buffers()))
+    first = next(devices, torch.device("cpu"))
+    return first if first.type != "meta" else next((each for each in devices if each.type != "meta"), first)
 
 
 def mask_of(batch: Any) -> Tensor | None:

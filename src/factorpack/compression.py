@@ -79,8 +79,11 @@ def compress(
 
     `to` is a file to write: with a method, or over an engine, no more than one tensor is then in memory at a
     time. An `engine` of `factorpack.engine` hands each tensor to a worker, which reads the checkpoint itself:
-    the source is then a path. With a method the file is the same as without an engine; a budget is met from
-    the weights alone, and its file is the same for any number of workers.
+    the source is then a path. With a method the file is the same as without an engine; a budget from the
+    weights alone gives the same file for any number of workers. With `calibration` the source is a model, whose
+    classes workers must be able to import. They measure sensitivities batch by batch, and curves and their
+    refinement weight by weight; this process runs the layers in order and codes them. On a CPU the file is
+    the one that a single process with one thread makes, where this process has one thread.
 
     What a budget or an engine has finished waits in the folder `to`.parts. If the call is killed, the same
     call resumes from there, and on a CPU with as many threads it ends in the same bytes.
@@ -95,7 +98,9 @@ def compress(
     budgets = [budget for budget in (ratio, max_bytes, max_loss) if budget is not None]
     _check_combination(source, method, budgets, calibration, planner or curves)
     model = source if isinstance(source, nn.Module) else None
-    if calibration is not None and isinstance(source, str | Path) and engine is None:
+    if engine is not None and calibration is not None:
+        _check_calibrated_engine(source, to, budgets)
+    if calibration is not None and isinstance(source, str | Path):
         if max_loss is not None:
             raise PlanError(
                 "max_loss runs the whole model again and again: give a ratio or max_bytes to stream"
@@ -105,11 +110,11 @@ def compress(
     kept = Path(curves) if curves is not None else None
     settings = (planner or Planner(), rules.layers, rules.exclude, kept, progress)
     request = BudgetRequest(opened, model, calibration, *settings) if budgets else None
-    if engine is not None:
-        if to is None or calibration is not None or max_loss is not None or curves is not None:
+    if engine is not None and calibration is None:
+        if to is None or max_loss is not None or curves is not None:
             raise PlanError(
-                "an engine writes a file from the weights alone: say which with to=, and leave calibration, "
-                "max_loss and curves out"
+                "an engine writes a file: say which with to=; without calibration it works on the weights alone, "
+                "so leave max_loss and curves out"
             )
         if request is None:
             compress_per_tensor(Path(to), source, rules.plan(opened), opened, engine, progress)
@@ -120,7 +125,9 @@ def compress(
     if request is not None:
         resumable = work_folder(Path(to).absolute()) if to is not None else nullcontext()
         with streaming(model), resumable as parts:
-            return _saved(_into_budget(replace(request, parts=parts), ratio, max_bytes, max_loss), to)
+            return _saved(
+                _into_budget(replace(request, parts=parts, engine=engine), ratio, max_bytes, max_loss), to
+            )
     plan = rules.plan(opened)
     if model is not None and calibration is not None:
         encoded = dict(_encode_calibrated(model, opened, plan, calibration, sequential, progress))
@@ -146,6 +153,20 @@ def _check_combination(
         raise PlanError("give one of a method, ratio, max_bytes and max_loss")
     if not budgets and planning is not None:
         raise PlanError("a planner and its curves meet a budget: give a ratio, max_bytes or max_loss")
+
+
+def _check_calibrated_engine(source: Checkpoint, to: str | Path | None, budgets: Sequence[float]) -> None:
+    """Refuses what workers cannot do with calibration data."""
+    if isinstance(source, str | Path):
+        raise PlanError(
+            "a model on disk is calibrated block by block in one process: open it and compress that, or leave "
+            "the engine out"
+        )
+    if to is None or not budgets:
+        raise PlanError(
+            "with calibration an engine meets a budget and writes a file: give a ratio, max_bytes or max_loss, and "
+            "to=; a method compresses each layer after those before it, so leave its engine out"
+        )
 
 
 def _into_budget(

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
+from factorpack.printable import printable
+
 
 class Progress:
     """Counts weights, or other units. Silent unless `shown` is set and standard error is a terminal."""
@@ -30,11 +32,11 @@ class Progress:
 
     def show(self, tensor: str) -> None:
         if self._rich is not None and self._task is not None:
-            self._rich.update(self._task, tensor=tensor)
+            self._rich.update(self._task, tensor=printable(tensor))
 
     def advance(self, tensor: str, count: int) -> None:
         if self._rich is not None and self._task is not None:
-            self._rich.update(self._task, advance=count, tensor=tensor)
+            self._rich.update(self._task, advance=count, tensor=printable(tensor))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -66,7 +68,7 @@ def _bar(unit: str, scale: float) -> RichProgress:
         TaskProgressColumn(),
         Rate(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[tensor]}"),
+        TextColumn("{task.fields[tensor]}", markup=False),
         console=Console(stderr=True),
         transient=True,
     )

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,11 +24,11 @@ from factorpack.errors import SourceError
 from factorpack.format.container import METADATA_KEY, SAFETENSORS_TYPES
 from factorpack.format.streams import raw_bytes
 from factorpack.record import LayerMoments, LayerSample, weight_of
+from factorpack.torch_file import read_torch_file
 from factorpack.weight import Weight
 
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 SHARDS = (".safetensors", *PICKLED)
-_WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 _INDEXES = (
     "model.safetensors.index.json",
     "diffusion_pytorch_model.safetensors.index.json",
@@ -36,6 +37,9 @@ _INDEXES = (
 _SINGLES = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
 """Names of the weights in transformers and diffusers folders."""
 LARGEST_CONFIG = 1 << 24
+HEAD_BYTES = 1 << 20
+LARGEST_EXPANSION = 4
+"""How many times the bytes of a torch file its tensors may have: some share their values."""
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 HEADS = {"fc", "classifier", "head", "heads", "lm_head", "score"}
 """Common names of output heads, as parts of tensor names."""
@@ -96,21 +100,34 @@ def import_model(reference: str) -> nn.Module:
     module_name, _, attribute = reference.partition(":")
     if not module_name or not attribute:
         raise SourceError(f"{reference!r} does not name a model, expected module:callable")
-    sys.path.insert(0, str(Path.cwd()))
     try:
-        found = importlib.import_module(module_name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-        model = found() if callable(found) and not isinstance(found, nn.Module) else found
+        with _working_folder_last():
+            found = importlib.import_module(module_name)
+            for part in attribute.split("."):
+                found = getattr(found, part)
+            model = found() if callable(found) and not isinstance(found, nn.Module) else found
     except (ImportError, AttributeError) as error:
         raise SourceError(f"there is no {reference!r}: {error}") from error
     except Exception as error:  # the caller's own code may raise anything
         raise SourceError(f"{reference!r} fails to build a model: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.pop(0)
     if not isinstance(model, nn.Module):
         raise SourceError(f"{reference!r} returns a {type(model).__name__}, expected a torch module")
     return model
+
+
+@contextmanager
+def _working_folder_last() -> Iterator[None]:
+    """Modules are also found in the working folder, where no installed package has the same name."""
+    here = str(Path.cwd())
+    if here in sys.path:
+        yield
+        return
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the imported code may have changed the path itself
+            sys.path.remove(here)
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
@@ -160,9 +177,23 @@ def _open_path(path: Path) -> Source:
     if path.suffix == ".safetensors":
         return Source(dict(_safetensors_entries(path)))
     if path.suffix in PICKLED:
-        return _from_state_dict(_read_pickled(path))
+        opened = _from_state_dict(read_torch_file(path))
+        _check_declared(opened, path)
+        return opened
     allowed = ", ".join((*SHARDS, ".index.json"))
     raise SourceError(f"{path.name} ends in {path.suffix!r}, expected one of {allowed}, or a folder")
+
+
+def _check_declared(source: Source, path: Path) -> None:
+    """Raises SourceError if tensors that overlap in their file would expand to far more than it holds."""
+    declared = sum(entry.numel * entry.dtype.itemsize for entry in source.entries.values())
+    size = path.stat().st_size
+    allowed = LARGEST_EXPANSION * size + HEAD_BYTES
+    if declared > allowed:
+        raise SourceError(
+            f"{path} has {size} bytes and tensors of {declared}, allowed are {allowed}: save expanded tensors "
+            "with their values, as tensor.clone()"
+        )
 
 
 def _open_folder(folder: Path) -> Source:
@@ -315,32 +346,3 @@ def _read_tensor(
     except OSError as error:
         raise SourceError(f"tensor {name!r} can no longer be read from {path}: {error}") from error
     return values
-
-
-def _read_pickled(path: Path) -> Mapping[str, Any]:
-    """Reads a torch checkpoint, always with `weights_only=True`."""
-    try:
-        loaded = _torch_load(path)
-    except Exception as error:  # a damaged pickle fails in torch's restricted reader in a dozen ways
-        # Only the first sentence: torch goes on to recommend loading it unsafely.
-        reason = str(error).splitlines()[0].split(". ")[0] if str(error) else type(error).__name__
-        raise SourceError(
-            f"{path} cannot be read as plain tensors: {reason} "
-            "(factorpack never runs code from a checkpoint; save the model's state_dict() and use that)"
-        ) from error
-    if isinstance(loaded, Mapping):
-        for wrapper in _WRAPPERS:
-            inner = loaded.get(wrapper)
-            if isinstance(inner, Mapping) and all(isinstance(value, Tensor) for value in inner.values()):
-                return inner
-        return loaded
-    raise SourceError(f"{path} holds a {type(loaded).__name__}, expected a state dict")
-
-
-def _torch_load(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except RuntimeError as error:
-        if "mmap" not in str(error):
-            raise
-        return torch.load(path, map_location="cpu", weights_only=True)  # the old, unzipped layout

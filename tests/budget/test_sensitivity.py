@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from factorpack.batches import evaluating
-from factorpack.budget.sensitivity import measure_information
+from factorpack.budget.sensitivity import label_states, measure_information, show
 from factorpack.calibration.calibrate import Calibration, calibrate
 from factorpack.errors import SourceError
 from tests.helpers import seeded
@@ -115,6 +115,22 @@ def test_batches_do_not_matter_and_samples_bound_them() -> None:
     drawn.clear()
     measure_information(model, calibration, ["0"], samples=33)
     assert drawn == [16, 16, 16]
+
+
+@pytest.mark.parametrize("last", [nn.Identity(), nn.Unflatten(1, (5, 1))], ids=["logits", "values"])
+def test_batches_in_any_order_draw_the_same_labels(last: nn.Module) -> None:
+    """Enough predictions that drawing them takes more than one vector of random numbers."""
+    model = nn.Sequential(*two_layers(), last)
+    batches = [seeded(size, 6, seed=size) for size in (40, 500, 40, 7)]
+    forwards: list[int] = []
+    hook = model.register_forward_pre_hook(lambda _module, arguments: forwards.append(len(arguments[0])))
+    states = label_states(model, batches)
+    hook.remove()
+    assert forwards == [40, 500, 7], "once for each shape"
+    generator = torch.Generator().manual_seed(0)
+    for batch, state in zip(batches, states, strict=True):
+        assert torch.equal(generator.get_state(), state)
+        show(model, batch, ["0"], generator)
 
 
 def test_the_same_seed_draws_the_same_labels() -> None:

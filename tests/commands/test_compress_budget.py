@@ -11,10 +11,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 import factorpack as fp
+from factorpack.commands import engines
 from factorpack.errors import SourceError
 from factorpack.tune.images import unlabelled_batches
 from tests.commands.running import SIDE, failure, invoke, ok
 from tests.helpers import seeded
+from tests.test_per_tensor import Here
 from tests.tune.small_net import write_images
 
 MODEL = "tests.commands.test_compress_budget:wide_net"
@@ -81,13 +83,16 @@ def test_a_killed_command_goes_on(
     checkpoint: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed, expected = tmp_path / "small.safetensors", tmp_path / "whole.safetensors"
-    how = ["--ratio", 16, "--model", MODEL, "--calibration", folder, "--image-size", SIDE]
+    how = ["--ratio", 16, "--model", MODEL, "--calibration", folder, "--image-size", SIDE, "--samples", 3]
     assert "resuming" not in ok("compress", checkpoint, "-o", expected, *how)
+    workers = Here()
     with monkeypatch.context() as patched:
         patched.setattr("factorpack.budget.goals.meet_size", None)  # fails once it has planned
-        assert invoke("compress", checkpoint, "-o", packed, *how).exit_code == 1
+        patched.setitem(engines.ENGINES, "local", lambda _: workers)
+        assert invoke("compress", checkpoint, "-o", packed, *how, "--engine", "local").exit_code == 1
+    assert workers.names == ["batch 0", "0.weight", "3.weight", "7.weight"]
     assert (tmp_path / "small.safetensors.parts").is_dir()
-    monkeypatch.setattr("factorpack.budget.measured_curves.choose_methods", None)  # planning again would fail
+    monkeypatch.setattr("factorpack.budget.measured_curves.plan_together", None)  # planning again would fail
     said = ok("compress", checkpoint, "-o", packed, *how)
     assert "resuming from what" in said
     assert "small.safetensors.parts" in said.replace("\n", "")
@@ -113,7 +118,7 @@ def test_curves_are_kept_and_used_again(
         assert curve["bytes"] == sorted(curve["bytes"], reverse=True)
     first = packed.read_bytes()
     with monkeypatch.context() as patched:
-        patched.setattr("factorpack.budget.measured_curves.choose_methods", None)  # planning again would fail
+        patched.setattr("factorpack.budget.measured_curves.plan_together", None)  # planning again would fail
         ok("compress", checkpoint, "-o", packed, "--ratio", 9, "--curves", curves)
         assert packed.read_bytes() == first
         ok("compress", checkpoint, "-o", packed, "--ratio", 30, "--curves", curves)
@@ -140,14 +145,8 @@ WRONG = {
     ("--model", "a:b"): "serve a budget: give --ratio or --max-bytes",
     ("--ratio", 9, "--calibration", "/nowhere"): "say what makes it with --model",
     ("--ratio", 9, "--calibration", "/nowhere", "--model", MODEL): "there is no folder /nowhere",
-    (
-        "--ratio",
-        9,
-        "--engine",
-        "local",
-        "--model",
-        MODEL,
-    ): "with --engine a budget is met from the weights alone",
+    ("--ratio", 9, "--engine", "local", "--model", MODEL): "--engine works on the weights alone",
+    ("--rank", 4, "--engine", "local", "--calibration", "/nowhere"): "--engine measures for a budget",
     ("--max-loss", 0.1): "expected a number above 0, a model, and calibration data",
 }
 

@@ -143,6 +143,26 @@ def test_a_run_that_is_left_early_leaves_no_worker() -> None:
     assert not Path(f"/proc/{worker}").exists()
 
 
+def test_kept_workers_stay_and_give_only_what_was_asked() -> None:
+    with FORK.keep() as kept:
+        first, second = ([outcome.value for outcome in kept.run([Task("a", works.process)])] for _ in "12")
+        assert first == second
+        left = kept.run([Task(str(number), works.doubled, (number,)) for number in range(9)])
+        next(left)
+        left.close()  # type: ignore[attr-defined]
+        assert [outcome.value for outcome in kept.run([Task("b", works.doubled, (50,))])] == [100]
+        last = [outcome.value for outcome in kept.run([Task("c", works.process)])]
+    assert not Path(f"/proc/{last[0]}").exists()
+
+
+def test_workers_have_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.set_device", works.GPUS.append)
+    found = list(Local(4, start="fork").run([Task(str(n), works.gpu, on_gpu=True) for n in range(4)]))
+    assert {outcome.value for outcome in found} == {0, 1}
+    assert len({outcome.worker for outcome in found}) == 2, "no more workers than GPUs"
+
+
 def test_names_and_settings() -> None:
     assert engine_of(None, 0) is None
     assert engine_of("local", 3) == Local(3)

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from factorpack.engine import Ray, Task
 from factorpack.errors import EngineError, PlanError, WeightError
 from tests.engine import works
+from tests.engine.test_calibrated import compress
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ray's own, of which there are many
 
@@ -50,6 +52,13 @@ class TestOnACluster:
             EngineError, match=r"'fragile': its worker died 2 times, .* with this error from Ray"
         ):
             list(Ray(retries=1).run([Task("fragile", works.dies, (tmp_path, 9))]))
+
+    def test_a_calibrated_budget_has_the_bytes_of_one_process(self, tmp_path: Path) -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        alone, spread = (compress(tmp_path / str(each), "text", each) for each in (None, Ray(2)))
+        torch.set_num_threads(before)
+        assert spread == alone
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

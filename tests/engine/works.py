@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,6 +48,21 @@ def dies(marks: Path, times: int) -> str:
         (marks / str(seen)).touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return "alive"
+
+
+def dies_first(marks: Path, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function, once the first worker that was to do it is dead."""
+    dies(marks, 1)
+    return function(*arguments)
+
+
+GPUS: list[int] = []
+
+
+def gpu() -> int:
+    """The GPU that was made the current one last."""
+    time.sleep(0.1)  # so that no worker does all of the tasks
+    return GPUS[-1]
 
 
 def noted(log: Path, name: str, seconds: float = 0.0) -> None:

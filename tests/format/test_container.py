@@ -203,7 +203,9 @@ def broken(name: str) -> Encoded:
         "infinite mean": replace(conv, parts=conv.parts | {"mean": torch.full((16, 1), torch.inf)}),
         "code too large": replace(fc, parts=fc.parts | {"codes": torch.full((6, 40), 8, dtype=torch.int8)}),
         "nine dimensions": Encoded("keep", (1,) * 9, torch.float32, {"values": torch.zeros((1,) * 9)}),
-        "unknown type": Encoded("keep", (1,), torch.uint16, {"values": torch.zeros(1, dtype=torch.uint16)}),
+        "unknown type": Encoded(
+            "keep", (1,), torch.float8_e4m3fnuz, {"values": torch.zeros(1, dtype=torch.float8_e4m3fnuz)}
+        ),
         "integer weight": replace(fc, dtype=torch.int8),
         "complex to real": Encoded("keep", (1,), torch.float32, {"values": torch.zeros(1) * 1j}),
         "too many zeros": replace(conv, extra_zeros=273),
@@ -223,7 +225,7 @@ def broken(name: str) -> Encoded:
         ("infinite mean", "'mean' holds NaN or infinity"),
         ("code too large", "codes 8 to 8 do not fit 4 bits"),
         ("nine dimensions", "expected at most 8"),
-        ("unknown type", "unknown type 'uint16'"),
+        ("unknown type", "unknown type 'float8_e4m3fnuz'"),
         ("integer weight", r"torch.float32 values cannot represent a torch.int8 tensor"),
         ("complex to real", r"torch.complex64 values cannot represent a torch.float32 tensor"),
         ("too many zeros", "claims 273 extra zeros among 272 codes"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,10 @@ import pytest
 import torch
 
 from factorpack.errors import FormatError, SourceError
-from factorpack.format import chunks
 from factorpack.format import encode_ahead as ahead
 from factorpack.format.container import Reader, stored
 from factorpack.format.encode_ahead import Streams, encode_ahead
 from factorpack.format.packed_file import bytes_of, file_bytes, rows_of, write_packed
-from factorpack.format.stream_header import read_header
 from factorpack.packed import Packed, load, save
 from factorpack.record import Encoded
 from tests.golden.make import ALIASES, tensors
@@ -41,12 +40,9 @@ def broken(encoded: Encoded) -> Encoded:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_the_bytes_are_those_of_one_tensor_at_a_time(threads: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(chunks, "_WORTH_A_THREAD", 4096)
+def test_the_bytes_are_those_of_one_tensor_at_a_time(threads: int):
     expected = [stored(name, encoded) for name, encoded in model().items()]
     assert list(encode_ahead(model().items(), threads)) == expected
-    large = expected[-2]
-    assert len(read_header(large[1])[0].chunks) > 1  # compressed by a pool
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -124,3 +120,22 @@ def test_what_was_measured_is_not_encoded_again(tmp_path: Path, monkeypatch: pyt
     save(Packed(made, ALIASES), tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == (tmp_path / "file").read_bytes()
     assert list(load(tmp_path / "file")) == list(made)
+
+
+def test_the_largest_tensor_that_waits_is_encoded_next(monkeypatch: pytest.MonkeyPatch):
+    started, all_wait = [], threading.Event()
+
+    def noted(name: str, *_others: object) -> tuple[object, bytes]:
+        started.append(name)
+        all_wait.wait()
+        return None, b""
+
+    monkeypatch.setattr(ahead, "_stored", noted)
+    with ahead.LargestFirst(1) as pool:
+        sizes = {"first": 3, "small": 2, "large": 9, "middle": 5}
+        for name, size in sizes.items():
+            pool.start(name, coded(size, size, 0), ahead.encode_codes)
+            while not started:
+                time.sleep(0.001)
+        all_wait.set()
+    assert started == ["first", "large", "middle", "small"]

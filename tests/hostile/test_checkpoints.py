@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import codecs
+import copy
 import io
 import json
 import os
 import pickle
 import warnings
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from factorpack.commands.console import print_error
 from factorpack.compression import compress
 from factorpack.errors import SourceError, WeightError
 from factorpack.methods import QSPCA, Scalar
@@ -82,6 +88,127 @@ def test_a_checkpoint_of_something_else(tmp_path: Path, value: object):
     (tmp_path / "model.pt").write_bytes(pickled(value, True))
     with pytest.raises(SourceError, match=r"expected a (state dict|tensor under a name)"):
         open_source(tmp_path / "model.pt")
+
+
+def rezipped(blob: bytes, **settings: Any) -> bytes:
+    """The same archive, written again."""
+    buffer = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(blob)) as old,
+        zipfile.ZipFile(buffer, "w", **settings) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return buffer.getvalue()
+
+
+def overlapping(blob: bytes) -> bytes:
+    """An archive whose entry of weights is listed many times."""
+    with zipfile.ZipFile(io.BytesIO(blob)) as archive:
+        weights = next(entry for entry in archive.infolist() if entry.filename.endswith("data/0"))
+    buffer = io.BytesIO(blob)
+    with zipfile.ZipFile(buffer, "a") as archive:
+        for index in range(2000):
+            twin = copy.copy(weights)
+            twin.filename = f"archive/data/{index + 1}"
+            archive.filelist.append(twin)
+        archive.writestr("archive/more", b"")  # writes the list
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("name", ["constants.pkl", "code/net.py"])
+def test_a_program_is_refused_before_torch_sees_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    blob = io.BytesIO(pickled({"weight": torch.ones(2)}, True))
+    with zipfile.ZipFile(blob, "a") as archive:
+        archive.writestr(f"archive/{name}", b"")
+    (tmp_path / "net.pt").write_bytes(blob.getvalue())
+    monkeypatch.setattr(torch, "load", None)
+    with pytest.raises(SourceError, match=r"net\.pt is a TorchScript archive"):
+        open_source(tmp_path / "net.pt")
+
+
+def test_the_advice_on_a_program_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    net = nn.Linear(2, 2)
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch would rather export programs in another way
+        torch.jit.save(torch.jit.trace(net, torch.ones(1, 2)), "net.pt")
+        with pytest.raises(SourceError, match="with these two lines") as caught:
+            open_source("net.pt")
+        exec("\n".join(caught.value.__notes__), {"torch": torch})
+    assert_same_tensor(open_source("net-weights.pt").entries["weight"].load(), net.weight.detach())
+    print_error(caught.value)
+    assert "\n  torch.save(dict(state), 'net-weights.pt')\n" in capsys.readouterr().err
+
+
+def test_archives_that_are_larger_than_they_look(tmp_path: Path):
+    """Zeros compressed a thousandfold, and one entry listed two thousand times."""
+    blob = pickled({"weight": torch.zeros(1 << 16)}, True)
+    path = tmp_path / "net.pt"
+    path.write_bytes(rezipped(blob))
+    assert_same_tensor(open_source(path).entries["weight"].load(), torch.zeros(1 << 16))
+    path.write_bytes(rezipped(blob, compression=zipfile.ZIP_DEFLATED))
+    with pytest.raises(
+        SourceError, match=r"net\.pt has compressed entries, expected an archive as torch\.save"
+    ):
+        open_source(path)
+    path.write_bytes(overlapping(blob))
+    with pytest.raises(SourceError, match=r"declares entries of \d+: it is damaged"):
+        open_source(path)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(1).expand(1 << 29),
+        torch.ones(1 << 12).as_strided((1 << 11, 1 << 11), (1, 1)),
+    ],
+    ids=["one value", "windows"],
+)
+def test_tensors_larger_than_their_file(tmp_path: Path, tensor: Tensor, zipped: bool):
+    (tmp_path / "net.pt").write_bytes(pickled({"weight": tensor}, zipped))
+    with pytest.raises(SourceError, match=r"bytes and tensors of \d+, allowed are \d+"):
+        open_source(tmp_path / "net.pt")
+
+
+def test_small_tensors_may_share_their_values(tmp_path: Path):
+    state = {"row": torch.arange(3.0).expand(500, 3), "fused": seeded(60, 20)}
+    state["query"] = state["fused"][:20]
+    torch.save(state, tmp_path / "net.pt")
+    for name, entry in open_source(tmp_path / "net.pt").entries.items():
+        assert_same_tensor(entry.load(), state[name])
+
+
+class Call:
+    """A pickle of this calls one of the functions that torch's restricted reader allows."""
+
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return self.call
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(bytearray, 1 << 40),
+        Call(codecs.encode, Call(codecs.encode, "aa", "latin1"), "hex"),
+        Call(torch.Tensor, [[1.0] * 9] * 9),
+        Call(torch.FloatTensor, 1 << 40),
+    ],
+    ids=["bytearray", "encode", "Tensor", "FloatTensor"],
+)
+def test_calls_that_make_much_of_little(tmp_path: Path, call: Call, zipped: bool):
+    (tmp_path / "net.pt").write_bytes(pickled({"state_dict": {"a": torch.ones(2)}, "more": call}, zipped))
+    with pytest.raises(SourceError, match=r"net\.pt calls (bytearray|encode|Tensor|FloatTensor), which no"):
+        open_source(tmp_path / "net.pt")
 
 
 def shards(folder: Path, weight_map: object) -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -114,6 +115,36 @@ def test_a_packed_file_of_another_model(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "small" / CONFIG).write_text(json.dumps(config))
     with pytest.raises(SourceError, match=r"tensor .* in the file"):
         fp.hub.from_pretrained(tmp_path / "small")
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_a_config_that_promises_more_than_the_weights(
+    diffusers: Any, tmp_path: Path, is_packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some 400 million elements beside a few thousand; refused before memory is taken."""
+    folder = tmp_path / "unet"
+    model = unet(diffusers)
+    if is_packed:
+        fp.hub.save_pretrained(fp.compress({"conv_in.bias": torch.ones(32)}, progress=False), folder, model)
+    else:
+        folder.mkdir()
+        model.save_config(folder)  # type: ignore[operator]
+        save_file({"conv_in.bias": torch.ones(32)}, folder / "diffusion_pytorch_model.safetensors")
+    config = json.loads((folder / CONFIG).read_text()) | {"block_out_channels": [32, 2048]}
+    (folder / CONFIG).write_text(json.dumps(config))
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 6000
+    on_meta = []
+    register = nn.Module.register_parameter
+
+    def watch(self: nn.Module, name: str, value: nn.Parameter | None) -> None:
+        on_meta.append(value is None or value.is_meta)
+        register(self, name, value)
+
+    monkeypatch.setattr(nn.Module, "register_parameter", watch)
+    with pytest.raises(SourceError, match=r"a UNet2DModel has \d+ elements or more, and the weights in"):
+        fp.hub.from_pretrained(folder)
+    assert on_meta
+    assert all(on_meta)
 
 
 def test_without_diffusers_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

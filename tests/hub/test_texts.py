@@ -143,7 +143,7 @@ def test_a_killed_folder_goes_on(
         assert run(monkeypatch, "compress", folder, "-o", tmp_path / "small", *how) == 2
     assert (tmp_path / "small.packed.safetensors.parts").is_dir()
     with monkeypatch.context() as patched:
-        patched.setattr("factorpack.budget.measured_curves.choose_methods", None)  # planning again would fail
+        patched.setattr("factorpack.budget.measured_curves.plan_together", None)  # planning again would fail
         assert run(monkeypatch, "compress", folder, "-o", tmp_path / "small", *how) == 0
     assert {path.name for path in tmp_path.iterdir()} == {text.name, "llama", "small"}
 

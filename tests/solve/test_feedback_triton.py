@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from factorpack.solve.code_length import CodeLengths, fit_lengths
-from factorpack.solve.feedback import BLOCK, feedback_factor, round_with_feedback
+from factorpack.solve.feedback import BLOCK, Nearest, feedback_factor, round_with_feedback
 from tests.helpers import seeded
 
 pytest.importorskip("triton", reason="the kernel needs triton, which comes with CUDA builds of torch")
@@ -38,6 +38,23 @@ def test_the_kernel_gives_the_codes_and_residues_of_the_plain_loop(
     codes, given = round_block(target, factor, 0, step, lengths)
     assert torch.equal(codes, wanted)
     torch.testing.assert_close(given.square().sum(-1), error, rtol=1e-5, atol=1e-6)  # sums in another order
+
+
+def test_codes_of_a_fixed_width_stay_within_their_limits() -> None:
+    inputs = seeded(2, 300, 40) @ seeded(40, 40, seed=1)
+    factor = feedback_factor((inputs.transpose(1, 2) @ inputs / 300).to(DEVICE))
+    target = (3.0 * seeded(2, 7, 40, seed=2)).to(DEVICE)
+    step = (0.3 + seeded(2, 7, seed=3).abs()).to(DEVICE)
+    nearest = Nearest(-3, 2)
+
+    def plain(column: int, values: torch.Tensor) -> torch.Tensor:
+        return nearest(column, values)
+
+    wanted, error = round_with_feedback(target, factor, step, plain)
+    codes, found = round_with_feedback(target, factor, step, nearest)
+    assert (codes.min(), codes.max()) == (-3, 2)
+    assert torch.equal(codes, wanted)
+    torch.testing.assert_close(found, error, rtol=1e-5, atol=1e-6)
 
 
 def test_one_factor_serves_consecutive_elements_of_a_batch() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import sqrt
@@ -13,6 +13,7 @@ from torch import Tensor
 from factorpack.budget.curves import Curve
 from factorpack.budget.planner import Planner
 from factorpack.budget.step_search import StepSearch
+from factorpack.errors import while_compressing
 from factorpack.format.streams import split_of, states_of
 from factorpack.methods import SecondOrder
 from factorpack.methods.second_order import stored_step
@@ -30,6 +31,8 @@ OCTAVES = (-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0)
 GAUSSIAN_BITS = 2.05
 """Entropy of a Gaussian rounded at a step of its own standard deviation, for fine steps: log2 sqrt(2 pi e)."""
 VALUES_AT_ONCE = 1 << 24
+PLANNED_BYTES = 56
+"""Peak memory per element while a weight is planned or coded, at one step."""
 PLANNED_VALUES = 1 << 18
 """Values of a weight that plans are made on: rows are alike, so a large weight needs only some of them."""
 
@@ -44,6 +47,12 @@ class Coded:
     """As the search for it knows it: the method's own is never finer than 16-bit codes allow."""
     bytes: int
     """Estimated, in the file."""
+
+
+def planning_bytes(numel: int) -> int:
+    """Peak memory while weights of so many elements are planned or coded."""
+    # Several steps are tried at once where a weight is small.
+    return PLANNED_BYTES * min(max(numel, VALUES_AT_ONCE), (len(OCTAVES) + 1) * numel)
 
 
 def encode_with_step(weight: Weight, method: SecondOrder, step: float) -> Coded:
@@ -81,10 +90,9 @@ class Try:
 
     def stored_steps(self) -> Tensor:
         """The steps as they would be stored, no finer than 16-bit codes allow."""
-        finest, device = _finest_step(self.weight, self.method), self.problem.latent.device
-        return torch.cat(
-            [stored_step(max(step, finest), self.method.trellis, device).float() for step in self.steps]
-        ).flatten()
+        finest = _finest_step(self.weight, self.method)
+        stored = [stored_step(max(step, finest), self.method.trellis).float() for step in self.steps]
+        return torch.cat(stored).flatten().to(self.problem.latent.device)
 
     def shape(self) -> tuple[object, ...]:
         """What tries that can be rounded at once have in common."""
@@ -146,6 +154,16 @@ def _loss_per_error(weight: Weight, method: SecondOrder) -> float:
         return weight.sensitivity / 2
     problem = method.problem(weight)
     return 1.0 / max(problem.rms**2 * problem.latent.numel(), 1e-30)
+
+
+def plan_together(weights: Mapping[str, Weight], planner: Planner, bits: float) -> dict[str, Curve]:
+    """The curves of weights, by the methods that are chosen for them."""
+    for name, weight in weights.items():
+        with while_compressing(name):
+            weight.finite()
+    together = list(weights.values())
+    curves = curves_of(together, choose_methods(together, planner, bits), bits)
+    return dict(zip(weights, curves, strict=True))
 
 
 def choose_methods(weights: Sequence[Weight], planner: Planner, bits: float) -> list[SecondOrder]:

@@ -19,6 +19,7 @@ from factorpack.budget.meet import meet_size
 from factorpack.budget.planner import HELD_OUT_SHARE, BudgetRequest
 from factorpack.budget.sequential import SequentialCoder
 from factorpack.budget.tensors import Tensors, split_tensors
+from factorpack.budget.workers import Workers, open_workers
 from factorpack.calibration.calibrate import Calibration, calibrate
 from factorpack.errors import PlanError
 from factorpack.format.encode_ahead import Streams
@@ -46,8 +47,11 @@ def compress_to_bytes(request: BudgetRequest, max_bytes: int) -> Compressed:
         # A budget that cannot be met is refused before there is work to lose.
         tensors.overhead_bytes(max_bytes)
         calibration = _calibration(request)
-        with open_journal(request.parts, tensors, request.planner, calibration) as journal:
-            knowledge = learn(tensors, request.planner, calibration, journal)
+        with (
+            open_journal(request.parts, tensors, request.planner, calibration) as journal,
+            open_workers(request) as workers,
+        ):
+            knowledge = learn(tensors, request.planner, calibration, journal, workers)
             return _meet_bytes(request, tensors, knowledge, max_bytes, journal)
 
 
@@ -62,17 +66,25 @@ def compress_to_loss(request: BudgetRequest, max_loss: float) -> Compressed:
         given = _calibration(request)
         assert given is not None
         tensors = split_tensors(request)
-        with open_journal(request.parts, tensors, request.planner, given) as journal:
-            return _search_loss(request, tensors, given, max_loss, journal.after("max_loss"))
+        with (
+            open_journal(request.parts, tensors, request.planner, given) as journal,
+            open_workers(request) as workers,
+        ):
+            return _search_loss(request, tensors, given, max_loss, journal.after("max_loss"), workers)
 
 
 def _search_loss(
-    request: BudgetRequest, tensors: Tensors, given: Calibration, max_loss: float, journal: Journal
+    request: BudgetRequest,
+    tensors: Tensors,
+    given: Calibration,
+    max_loss: float,
+    journal: Journal,
+    workers: Workers | None,
 ) -> Compressed:
     """Halves the range of ratios between one that is good enough and one that is not."""
     assert request.model is not None
     calibration, held_out = given.split(HELD_OUT_SHARE)
-    knowledge = learn(tensors, request.planner, calibration, journal)
+    knowledge = learn(tensors, request.planner, calibration, journal, workers)
     original = original_bytes(request.source)
     best: Compressed | None = None
     (low, high), ratio = RATIOS, FIRST_RATIO

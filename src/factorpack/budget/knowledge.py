@@ -16,6 +16,7 @@ from factorpack.budget.planner import HELD_OUT_SHARE, Planner
 from factorpack.budget.segment_gradients import measure_information_by_segment
 from factorpack.budget.sensitivity import measure_information
 from factorpack.budget.tensors import Tensors
+from factorpack.budget.workers import Workers
 from factorpack.calibration.calibrate import Calibration
 from factorpack.calibration.walk import Walk
 from factorpack.passes.resident import resident_of
@@ -46,6 +47,8 @@ class Knowledge:
     sensitivity: Mapping[str, float] = field(default_factory=dict)
     row_costs: Mapping[str, LayerMoments] = field(default_factory=dict)
     """What errors in the rows of an embedding cost: rows are looked up, not multiplied."""
+    workers: Workers | None = None
+    """Who measures; None is this process."""
 
     def order(self, coded: Sequence[str]) -> list[str]:
         """Weights whose inputs are unknown, then the others in execution order."""
@@ -92,7 +95,11 @@ class Knowledge:
 
 
 def learn(
-    tensors: Tensors, planner: Planner, calibration: Calibration | None, journal: Journal = NOTHING_KEPT
+    tensors: Tensors,
+    planner: Planner,
+    calibration: Calibration | None,
+    journal: Journal = NOTHING_KEPT,
+    workers: Workers | None = None,
 ) -> Knowledge:
     """Runs the model on the calibration data, forward and, for sensitivities not in the journal, backward."""
     model = tensors.model
@@ -103,6 +110,8 @@ def learn(
     streamed = resident_of(model) is not None
     if not streamed and planner.refine and planner.equal_slope and len(calibration) >= FEWEST_TO_SPLIT:
         calibration, held_out = calibration.split(HELD_OUT_SHARE)
+    if workers is not None:
+        workers.know(model, calibration, held_out)
     layer_of = _layers_with_moments(model, calibration, tensors.coded)
     # A norm that stays as it is cannot correct a mean.
     norm_of = {
@@ -113,8 +122,10 @@ def learn(
     sensitivity: dict[str, float] = {}
     row_costs: dict[str, LayerMoments] = {}
     if planner.equal_slope:
-        sensitivity, row_costs = _find_sensitivities(model, calibration, tensors, layer_of, journal)
-    return Knowledge(planner, model, calibration, held_out, layer_of, norm_of, sensitivity, row_costs)
+        sensitivity, row_costs = _find_sensitivities(model, calibration, tensors, layer_of, journal, workers)
+    return Knowledge(
+        planner, model, calibration, held_out, layer_of, norm_of, sensitivity, row_costs, workers
+    )
 
 
 def _find_sensitivities(
@@ -123,6 +134,7 @@ def _find_sensitivities(
     tensors: Tensors,
     layer_of: Mapping[str, str],
     journal: Journal,
+    workers: Workers | None,
 ) -> tuple[dict[str, float], dict[str, LayerMoments]]:
     """Sensitivities and the costs of rows: those of the run that is resumed, or measured."""
     kept = journal.find("sensitivities")
@@ -131,14 +143,18 @@ def _find_sensitivities(
         return dict(kept.document), {
             name: row_moments(cost.to(device)) for name, cost in kept.tensors.items()
         }
-    sensitivity, row_costs = _measure_sensitivities(model, calibration, tensors, layer_of)
+    sensitivity, row_costs = _measure_sensitivities(model, calibration, tensors, layer_of, workers)
     costs = {name: moments.second for name, moments in row_costs.items()}
     journal.keep("sensitivities", Finished(sensitivity, costs))
     return sensitivity, row_costs
 
 
 def _measure_sensitivities(
-    model: nn.Module, calibration: Calibration, tensors: Tensors, layer_of: Mapping[str, str]
+    model: nn.Module,
+    calibration: Calibration,
+    tensors: Tensors,
+    layer_of: Mapping[str, str],
+    workers: Workers | None,
 ) -> tuple[dict[str, float], dict[str, LayerMoments]]:
     """What errors in each layer's outputs cost, and errors in the rows of embeddings."""
     tables = _embeddings(model, calibration, tensors.coded, tensors.source.aliases)
@@ -146,6 +162,8 @@ def _measure_sensitivities(
     streamed = resident_of(model) is not None
     if streamed:
         found = measure_information_by_segment(model, calibration, layers)
+    elif workers is not None:
+        found = workers.measure_information(model, calibration, layers, SENSITIVITY_SAMPLES)
     else:
         found = measure_information(model, calibration, layers, SENSITIVITY_SAMPLES)
     sensitivity = {name: found[layer].level for name, layer in layer_of.items()}

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from factorpack.budget.candidates import choose_methods, curves_of, encode_with_step
+from factorpack.budget.candidates import encode_with_step, plan_together
 from factorpack.budget.curves import Curve, allocate, fill_unknown, load_curves, save_curves
 from factorpack.budget.journal import NOTHING_KEPT, Finished, Journal, identify
 from factorpack.budget.knowledge import Knowledge
 from factorpack.budget.planner import Planner
 from factorpack.budget.tensors import Tensors
 from factorpack.budget.trial import REFINEMENTS, SingleWeightTrial, correct_curve
-from factorpack.errors import FormatError, while_compressing
+from factorpack.budget.workers import Workers
+from factorpack.errors import FormatError
 from factorpack.format.checked_file import say_damaged
 from factorpack.methods import SecondOrder
 from factorpack.progress import Progress
@@ -25,8 +26,10 @@ TOGETHER = 1 << 24
 KEPT_BYTES = 4 << 30
 """Plans are corrected where all weights, ready to be rounded again, fit into this much memory."""
 
-Candidate = tuple[Weight, SecondOrder]
-"""A weight, ready to be rounded at any step, and the method that does it."""
+Group = Mapping[str, Weight]
+"""Weights that are planned together."""
+Measure = Callable[[Mapping[str, float]], Iterable[tuple[str, float]]]
+"""Names and steps -> names and the divergences of the models in which that weight alone is rounded at its step."""
 
 
 def find_curves(
@@ -71,43 +74,71 @@ def measure_curves(
     """Curves measured weight by weight, then refined; the journal has those that are finished."""
     refined = knowledge.model is not None and knowledge.held_out is not None and _fits(tensors, knowledge)
     curves: dict[str, Curve] = {}
-    candidates: dict[str, Candidate] = {}
+    ready: dict[str, Weight] = {}
     with Progress("planning", tensors.numel, progress) as bar:
         for names, moments in knowledge.original_moments(tensors):
-            for some in _alike(names, tensors):
-                bar.show(some[0])
-                weights = {name: knowledge.weight(tensors, name, moments.get(name)) for name in some}
-                curves |= _find_curves_of(weights, knowledge.planner, bits, journal)
-                for name, weight in weights.items():
-                    if refined and name in knowledge.sensitivity:
-                        tile, trellis = curves[name].tile, curves[name].trellis
-                        candidates[name] = weight, knowledge.planner.method(tile=tile, trellis=trellis)
-                    bar.advance(name, weight.numel)
+            groups = (
+                {name: knowledge.weight(tensors, name, moments.get(name)) for name in some}
+                for some in _alike(names, tensors)
+            )
+            for weights, found in _find_curves_of(groups, knowledge, bits, journal, refined):
+                curves |= found
+                ready |= weights if refined else {}
+                for name, curve in found.items():
+                    bar.advance(name, curve.numel)
+    methods = {
+        name: knowledge.planner.method(tile=curve.tile, trellis=curve.trellis)
+        for name, curve in curves.items()
+        if name in knowledge.sensitivity
+    }
     curves = fill_unknown(curves, knowledge.sensitivity)
     if not refined:
         return curves
-    assert knowledge.model is not None
-    assert knowledge.held_out is not None
-    trial = SingleWeightTrial(knowledge.model, knowledge.held_out)
+    measure = _measuring(knowledge, ready, methods)
     budget = bits * tensors.numel / 8
-    return _refine(trial, curves, candidates, budget, knowledge.sensitivity, progress, journal)
+    return _refine(measure, curves, list(methods), budget, knowledge.sensitivity, progress, journal)
 
 
 def _find_curves_of(
-    weights: Mapping[str, Weight], planner: Planner, bits: float, journal: Journal
-) -> dict[str, Curve]:
-    """The curves of weights that are planned together, which is how they are kept."""
-    finished, first = journal.after(list(weights)), next(iter(weights))
-    kept = finished.find(first)
-    if kept is not None:
-        return {name: Curve(**fields) for name, fields in kept.document.items()}
-    for name, weight in weights.items():
-        with while_compressing(name):
-            weight.finite()
-    together = list(weights.values())
-    found = curves_of(together, choose_methods(together, planner, bits), bits)
-    curves = dict(zip(weights, found, strict=True))
-    finished.keep(first, Finished({name: asdict(curve) for name, curve in curves.items()}))
+    groups: Iterable[Group], knowledge: Knowledge, bits: float, journal: Journal, refined: bool
+) -> Iterator[tuple[Group, dict[str, Curve]]]:
+    """Groups of weights, empty where workers have them, and their curves: kept, or measured and then kept."""
+    if knowledge.workers is not None:
+        for found in _spread_curves(groups, knowledge.workers, knowledge.planner, bits, journal, refined):
+            yield {}, found
+        return
+    for weights in groups:
+        kept = _kept_curves(weights, journal)
+        if kept is None:
+            kept = _keep_curves(plan_together(weights, knowledge.planner, bits), journal)
+        yield weights, kept
+
+
+def _spread_curves(
+    groups: Iterable[Group], workers: Workers, planner: Planner, bits: float, journal: Journal, refined: bool
+) -> list[dict[str, Curve]]:
+    """The curves of groups of weights, measured by workers, in the order of the groups."""
+    curves: dict[str, dict[str, Curve] | None] = {}
+    for weights in groups:
+        first = next(iter(weights))
+        curves[first] = _kept_curves(weights, journal)
+        if refined or curves[first] is None:
+            workers.put(weights)
+    missing = [first for first, kept in curves.items() if kept is None]
+    for found in workers.measure_curves(missing, planner, bits):
+        curves[next(iter(found))] = _keep_curves(found, journal)
+    return [found for found in curves.values() if found is not None]
+
+
+def _kept_curves(weights: Group, journal: Journal) -> dict[str, Curve] | None:
+    """What the journal has of weights that are planned together, which is how they are kept."""
+    kept = journal.after(list(weights)).find(next(iter(weights)))
+    return None if kept is None else {name: Curve(**fields) for name, fields in kept.document.items()}
+
+
+def _keep_curves(curves: dict[str, Curve], journal: Journal) -> dict[str, Curve]:
+    finished = Finished({name: asdict(curve) for name, curve in curves.items()})
+    journal.after(list(curves)).keep(next(iter(curves)), finished)
     return curves
 
 
@@ -129,10 +160,24 @@ def _fits(tensors: Tensors, knowledge: Knowledge) -> bool:
     return 4 * sum(math.prod(shape) + math.prod(shape[1:]) ** 2 for shape in shapes) <= KEPT_BYTES
 
 
+def _measuring(knowledge: Knowledge, ready: Group, methods: Mapping[str, SecondOrder]) -> Measure:
+    """What measures divergences: workers, or a trial in this process of weights that are ready to be rounded."""
+    if knowledge.workers is not None:
+        measure = knowledge.workers.measure_divergences
+        return lambda wanted: measure({name: (methods[name], step) for name, step in wanted.items()})
+    assert knowledge.model is not None
+    assert knowledge.held_out is not None
+    trial = SingleWeightTrial(knowledge.model, knowledge.held_out)
+    return lambda wanted: (
+        (name, trial.divergence(name, encode_with_step(ready[name], methods[name], step).encoded))
+        for name, step in wanted.items()
+    )
+
+
 def _refine(
-    trial: SingleWeightTrial,
+    measure: Measure,
     curves: dict[str, Curve],
-    candidates: Mapping[str, Candidate],
+    names: Sequence[str],
     budget: float,
     known: Mapping[str, float],
     progress: bool,
@@ -140,28 +185,36 @@ def _refine(
 ) -> dict[str, Curve]:
     """Curves corrected by what each weight alone does at the step planned for it, and planned again."""
     measured: dict[tuple[str, int], float] = {}
-    with Progress("refining", REFINEMENTS * len(candidates), progress) as bar:
+    with Progress("refining", REFINEMENTS * len(names), progress) as bar:
         for _ in range(REFINEMENTS):
             steps = allocate(curves, budget)
-            for name, candidate in candidates.items():
-                bar.show(name)
-                place = curves[name].nearest(steps[name])
-                if (name, place) not in measured:
-                    step = curves[name].steps[place]
-                    measured[name, place] = _find_divergence(trial, name, candidate, step, journal)
-                curves[name] = correct_curve(curves[name], place, measured[name, place])
+            places = {name: curves[name].nearest(steps[name]) for name in names}
+            wanted = {
+                name: curves[name].steps[place]
+                for name, place in places.items()
+                if (name, place) not in measured
+            }
+            bar.advance("", len(places) - len(wanted))
+            for name, nats in _find_divergences(measure, wanted, journal):
+                measured[name, places[name]] = nats
                 bar.advance(name, 1)
+            for name, place in places.items():
+                curves[name] = correct_curve(curves[name], place, measured[name, place])
             curves = fill_unknown(curves, known)
     return curves
 
 
-def _find_divergence(
-    trial: SingleWeightTrial, name: str, candidate: Candidate, step: float, journal: Journal
-) -> float:
-    finished = journal.after("divergence", step)
-    kept = finished.find(name)
-    if kept is None:
-        weight, method = candidate
-        kept = Finished({"nats": trial.divergence(name, encode_with_step(weight, method, step).encoded)})
-        finished.keep(name, kept)
-    return float(kept.document["nats"])
+def _find_divergences(
+    measure: Measure, wanted: Mapping[str, float], journal: Journal
+) -> Iterator[tuple[str, float]]:
+    """What each weight alone does at a step: what the journal has, then what it lacks."""
+    missing: dict[str, float] = {}
+    for name, step in wanted.items():
+        kept = journal.after("divergence", step).find(name)
+        if kept is None:
+            missing[name] = step
+        else:
+            yield name, float(kept.document["nats"])
+    for name, nats in measure(missing):
+        journal.after("divergence", missing[name]).keep(name, Finished({"nats": nats}))
+        yield name, nats

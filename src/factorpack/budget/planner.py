@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from factorpack.calibration.calibrate import Calibration
+from factorpack.engine import Engine
 from factorpack.errors import PlanError
 from factorpack.methods import Method, SecondOrder
 from factorpack.methods.second_order import check_trellis
@@ -79,3 +80,5 @@ class BudgetRequest:
     progress: bool = True
     parts: Path | None = None
     """A folder for what is finished, so that a killed run resumes; None keeps nothing."""
+    engine: Engine | None = None
+    """Whose workers measure sensitivities and curves; they read files in `parts`."""

@@ -107,7 +107,7 @@ class _Pass:
         self._gradient = found[-1] if starts else None
         for (name, output), each in zip(graph.outputs, found[: len(outputs)], strict=True):
             if each is not None:
-                totals[name].add(self._model.get_submodule(name), output, each)
+                totals[name].add(Sums.of(self._model.get_submodule(name), output, each))
 
 
 @dataclass(slots=True, eq=False)

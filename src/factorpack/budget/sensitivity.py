@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from factorpack.batches import batch_size, device_of, forward, hooked
+from factorpack.batches import batch_size, device_of, forward, hooked, mask_of, run
 from factorpack.budget.outputs import Predictions, predictions_of
 from factorpack.calibration.calibrate import Calibration
 from factorpack.errors import SourceError
@@ -36,14 +37,21 @@ class Sums:
     """In float64."""
     metric: Tensor | None = None
 
-    def add(self, layer: nn.Module, output: Tensor, gradient: Tensor) -> None:
+    @staticmethod
+    def of(layer: nn.Module, output: Tensor, gradient: Tensor) -> Sums:
+        """What one call of a layer shows."""
         last = isinstance(layer, nn.Linear | nn.Embedding) or output.dim() < 3
         level = gradient.double().square().sum() / output.shape[-1 if last else 1]
-        self.level = level if self.level is None else self.level + level
-        if isinstance(layer, nn.Embedding):
-            rows = gradient.flatten(0, -2).float()
-            outer = rows.T @ rows
-            self.metric = outer if self.metric is None else self.metric + outer
+        if not isinstance(layer, nn.Embedding):
+            return Sums(level)
+        rows = gradient.flatten(0, -2).float()
+        return Sums(level, rows.T @ rows)
+
+    def add(self, other: Sums) -> None:
+        assert other.level is not None
+        self.level = other.level if self.level is None else self.level + other.level
+        if other.metric is not None:
+            self.metric = other.metric if self.metric is None else self.metric + other.metric
 
     def per_prediction(self, predictions: int) -> Information:
         level = 0.0 if self.level is None else float(self.level) / predictions
@@ -60,39 +68,76 @@ def measure_information(
     deviation is their own RMS.
     """
     generator = torch.Generator(device_of(model)).manual_seed(seed)
-    totals = {name: Sums() for name in layers}
-    seen, predictions = 0, 0
-    for batch in calibration.batches if layers else []:
-        found = _add_gradients(totals, model, batch, generator)
+    batches = batches_of(calibration, samples) if layers else []
+    return sum_gradients(
+        model, calibration, layers, (show(model, each, layers, generator) for each in batches)
+    )
+
+
+Shown = tuple[int, list[tuple[str, Sums]]]
+"""A batch's number of predictions, and what each call of a layer shows of it."""
+
+
+def batches_of(calibration: Calibration, samples: int) -> list[Any]:
+    """The first batches that have `samples` inputs together, the last of them whole."""
+    sizes = accumulate(map(batch_size, calibration.batches), initial=0)
+    return [batch for batch, before in zip(calibration.batches, sizes, strict=False) if before < samples]
+
+
+def sum_gradients(
+    model: nn.Module, calibration: Calibration, layers: Sequence[str], shown: Iterable[Shown | None]
+) -> dict[str, Information]:
+    """What batches show together, added up in their order."""
+    totals, predictions = {name: Sums() for name in layers}, 0
+    for found in shown:
         if found is None:
             raise not_finite(model, calibration)
-        predictions += found
-        seen += batch_size(batch)
-        if seen >= samples:
-            break
+        predictions += found[0]
+        for name, sums in found[1]:
+            totals[name].add(sums)
     return {name: each.per_prediction(predictions) for name, each in totals.items()}
 
 
-def _add_gradients(
-    totals: dict[str, Sums], model: nn.Module, batch: Any, generator: torch.Generator
-) -> int | None:
-    """Adds what one batch shows of each layer; returns its number of predictions, None if some are NaN."""
+def show(model: nn.Module, batch: Any, layers: Sequence[str], generator: torch.Generator) -> Shown | None:
+    """What one batch shows of some layers; None if predictions are NaN."""
     outputs: list[tuple[str, Tensor]] = []
 
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
-        hooked(model, after={name: catch_output(name, outputs) for name in totals}),
+        hooked(model, after={name: catch_output(name, outputs) for name in layers}),
     ):
         predictions = predictions_of(forward(model, batch), batch)
         loss = log_likelihood(predictions, generator)
         if loss is None:
             return None
         found = torch.autograd.grad(loss, [output for _, output in outputs], allow_unused=True)
-    for (name, output), gradient in zip(outputs, found, strict=True):
-        if gradient is not None:
-            totals[name].add(model.get_submodule(name), output, gradient)
-    return len(predictions.values)
+    sums = [
+        (name, Sums.of(model.get_submodule(name), output, gradient))
+        for (name, output), gradient in zip(outputs, found, strict=True)
+        if gradient is not None
+    ]
+    return len(predictions.values), sums
+
+
+def label_states(model: nn.Module, batches: Sequence[Any], seed: int = 0) -> list[Tensor]:
+    """The generator's state before each batch draws its labels, so that any of them can be first.
+
+    How many numbers a batch draws depends on the shape of its predictions alone. The model runs once for each
+    shape of batches.
+    """
+    generator = torch.Generator(device_of(model)).manual_seed(seed)
+    shapes: dict[object, tuple[torch.Size, bool]] = {}
+    states = []
+    for batch in batches:
+        states.append(generator.get_state())
+        values, mask = batch.values() if isinstance(batch, dict) else [batch], mask_of(batch)
+        alike = (*(each.shape for each in values), None if mask is None else int(mask.sum()))
+        if alike not in shapes:
+            found = predictions_of(run(model, batch), batch)
+            shapes[alike] = found.values.shape, found.are_logits
+        _skip_draws(*shapes[alike], generator)
+    return states
 
 
 def catch_output(name: str, outputs: list[tuple[str, Tensor]]) -> Callable[[nn.Module, Any, Any], Tensor]:
@@ -135,3 +180,11 @@ def _likelihood(predictions: Predictions, generator: torch.Generator) -> Tensor 
     noise = torch.randn(values.shape, generator=generator, device=generator.device).to(values)
     deviation = values.detach().float().square().mean().sqrt().clamp_min(1e-12)
     return (values * noise).sum() / deviation
+
+
+def _skip_draws(shape: torch.Size, are_logits: bool, generator: torch.Generator) -> None:
+    """Draws as many numbers as `_likelihood` does for predictions of a shape."""
+    if are_logits:
+        torch.multinomial(torch.ones(shape, device=generator.device), 1, generator=generator)
+    else:
+        torch.randn(shape, generator=generator, device=generator.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from factorpack.budget.candidates import encode_with_step, meet_bytes
@@ -15,18 +16,19 @@ from factorpack.budget.tensors import Tensors, zero_of
 from factorpack.calibration.walk import Walk
 from factorpack.decoding import decode
 from factorpack.errors import while_compressing
-from factorpack.format.encode_ahead import Streams
+from factorpack.format.encode_ahead import LargestFirst, Streams
 from factorpack.format.packed_file import bytes_of, rows_of
 from factorpack.methods import SecondOrder
-from factorpack.passes.resident import copy_network, release, replace_weight
+from factorpack.passes.resident import copy_network, release, replace_weight, tensor_of
 from factorpack.progress import Progress
 from factorpack.record import Encoded, LayerMoments
 from factorpack.weight import Weight
 
 NEARLY = 0.03
 """How far a weight may be from its bytes: steps of equal slope matter more, and later weights keep the sum."""
-LARGE = 0.02
-"""A weight with a larger share of the bytes is encoded for the file as soon as it has its codes."""
+LARGE, HALF = 0.02, 0.5
+"""What the estimate of a weight with a larger share of the bytes is wrong by, later weights make up for, from where
+this share of the bytes is left: until then nobody waits for its stream."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,17 +63,26 @@ class SequentialCoder:
         self._done, self._compressed, left = {}, self._copy_of_model(), aim
         walk = self._knowledge.walk(self._compressed)
         journal = self._journal.after("codes", dict(methods), dict(planned), aim)
-        with Progress("compressing", self._tensors.numel, self._progress) as bar:
+        estimated: dict[str, int] = {}
+        with (
+            Progress("compressing", self._tensors.numel, self._progress) as bar,
+            LargestFirst(torch.get_num_threads()) as pool,
+        ):
             for name in self.order:
                 bar.show(name)
-                share = left / max(sum(planned[later] for later in planned if later not in self._done), 1.0)
+                to_come = sum(planned[later] for later in planned if later not in self._done)
+                if to_come <= HALF * sum(planned.values()):
+                    left -= self._settle(estimated)
+                share = left / max(to_come, 1.0)
                 kept = journal.find(name, self.streams)
                 if kept is not None:
                     done = self._resume(name, kept, walk, name == closer)
                 else:
                     done = self._encode(name, methods[name], planned[name], share, walk)
-                # What a large weight's estimate is wrong by, all later weights make up for.
-                left -= self._stored_bytes(name, done) if planned[name] >= LARGE * aim else done.bytes
+                left -= done.bytes
+                self.streams.begin(name, done.encoded, pool, self._tensors.numel)
+                if planned[name] >= LARGE * aim:
+                    estimated[name] = done.bytes
                 if kept is None:
                     kept = self._finished(name, done)
                     journal.keep(name, kept, self.streams)
@@ -109,9 +120,14 @@ class SequentialCoder:
         tensors = self._tensors.join(coded, self._compressed)
         return bytes_of(rows_of(tensors, self.streams), self._tensors.source.aliases), tensors
 
-    def _stored_bytes(self, name: str, done: _Done) -> int:
-        (row,) = rows_of({name: done.encoded}, self.streams)
-        return sum(part.stored_bytes for part in row.parts.values())
+    def _settle(self, estimated: dict[str, int]) -> int:
+        """How many bytes more than estimated these weights take. They are then taken out."""
+        more = 0
+        while estimated:
+            name, guess = estimated.popitem()
+            (row,) = rows_of({name: self._done[name].encoded}, self.streams)
+            more += sum(part.stored_bytes for part in row.parts.values()) - guess
+        return more
 
     def _copy_of_model(self) -> nn.Module | None:
         """A copy of the model to compress layer by layer, with the caller's own methods applied."""
@@ -147,17 +163,19 @@ class SequentialCoder:
         weight, moments = self._weight(name, walk) if is_closer else (None, None)
         if self._compressed is not None:
             replace_weight(self._compressed, name, kept.encoded, decode(kept.encoded))
-            state = self._compressed.state_dict()
             for key, value in kept.tensors.items():
-                state[key].copy_(value)
+                corrected = tensor_of(self._compressed, key)
+                assert corrected is not None
+                with torch.no_grad():
+                    corrected.copy_(value)
         return _Done(kept.encoded, kept.document["step"], kept.document["bytes"], weight, moments)
 
     def _finished(self, name: str, done: _Done) -> Finished:
         """A weight's codes, and what was corrected with it, for a run that resumes this one."""
-        state = {} if self._compressed is None else self._compressed.state_dict()
         norm = self._knowledge.norm_of.get(self._knowledge.layer_of.get(name, ""))
         keys = [f"{name.removesuffix('weight')}bias", f"{norm}.running_mean", f"{norm}.running_var"]
-        corrected = {key: state[key] for key in keys if key in state}
+        found = {} if self._compressed is None else {key: tensor_of(self._compressed, key) for key in keys}
+        corrected = {key: value.detach() for key, value in found.items() if value is not None}
         return Finished({"step": done.step, "bytes": done.bytes}, corrected, done.encoded)
 
     def _put(self, name: str, encoded: Encoded, before: Tensor, moments: LayerMoments | None) -> Encoded:

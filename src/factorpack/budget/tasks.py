@@ -1,8 +1,8 @@
 """A budget met from the weights alone by tasks of an engine: one per weight for its curve, then for its codes.
 
 The driver holds curves, sizes and names. With calibration data each layer waits for the layers before it,
-which is `sequential`. Here no weight waits for another, so what one of them misses is not spent by the next:
-the bytes are not quite those of `sequential`, within the same budget.
+which is `sequential`; what does not wait is spread by `workers`. Here no weight waits for another, so what one
+of them misses is not spent by the next: the bytes are not quite those of `sequential`, within the same budget.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from factorpack.budget.candidates import (
-    OCTAVES,
-    VALUES_AT_ONCE,
-    choose_methods,
-    curves_of,
     encode_with_step,
     meet_bytes,
+    plan_together,
+    planning_bytes,
 )
 from factorpack.budget.curves import Curve, load_curves, save_curves
 from factorpack.budget.goals import check_max_bytes
@@ -46,9 +44,6 @@ from factorpack.per_tensor import (
     write_part,
 )
 from factorpack.planning.rules import Choice
-
-PLANNED_BYTES = 56
-"""Peak memory per element while a weight is planned or coded, at one step."""
 
 
 def compress_to_bytes_over(
@@ -168,9 +163,7 @@ class TaskCoder:
 
     def _task(self, name: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> Task:
         numel = self.numel(name)
-        # Several steps are tried at once where the weight is small.
-        at_once = min(max(numel, VALUES_AT_ONCE), (len(OCTAVES) + 1) * numel)
-        memory = BASE_BYTES + PLANNED_BYTES * at_once
+        memory = BASE_BYTES + planning_bytes(numel)
         return Task(name, function, (self._stored(name), *arguments), memory, numel)
 
 
@@ -183,10 +176,8 @@ def encode_fixed(tensor: StoredTensor, choice: Choice, file: Path) -> None:
 
 def measure_curve(tensor: StoredTensor, bits: float, planner: Planner, file: Path) -> None:
     """A worker's task: bytes and loss of a weight at rising steps."""
-    with while_compressing(tensor.name):
-        weight = read_stored(tensor)
-        (curve,) = curves_of([weight], choose_methods([weight], planner, bits), bits)
-    save_curves(file, {tensor.name: curve}, file.stem)
+    curves = plan_together({tensor.name: read_stored(tensor)}, planner, bits)
+    save_curves(file, curves, file.stem)
 
 
 def encode_weight(tensor: StoredTensor, method: SecondOrder, aim: float | None, file: Path) -> None:

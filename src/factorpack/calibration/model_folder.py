@@ -39,6 +39,8 @@ class Folder:
 
     path: Path
     config: dict[str, Any]
+    has_files: bool = True
+    """False for the config of a model in memory."""
 
     @property
     def packed_file(self) -> Path | None:
@@ -71,6 +73,8 @@ class Folder:
 
     def side_files(self) -> list[Path]:
         """Files to copy along with the weights, from the folder and its subfolders, as relative paths."""
+        if not self.has_files:
+            return []
         found = [
             each
             for each in sorted((*self.path.glob("*"), *self.path.glob("*/*")))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from factorpack.calibration.model_folder import CONFIG, Folder, is_model_folder, model_class, open_folder
+from factorpack.calibration.untrusted_folder import check_fit, library_config, opening
 from factorpack.errors import SourceError
 from factorpack.passes.resident import LIMIT_BYTES, Resident, resident_of
 from factorpack.record import DTYPES
@@ -65,20 +66,19 @@ def _plain_model(path: Path, source: Source) -> tuple[Callable[[], nn.Module], d
     folder = open_folder(path)
     if folder.library != "transformers":
         raise SourceError(f"{path} is a folder of {folder.library}, only those of transformers are streamed")
+    with opening(folder):
+        shapes = {name: (entry.dtype, entry.shape) for name, entry in source.entries.items()}
+        check_fit(folder, shapes, ())
     build = _builder(folder, source.entries)
     return build, _match(build(), source, folder)
 
 
 def _builder(folder: Folder, entries: Mapping[str, Entry]) -> Callable[[], nn.Module]:
-    factory, dtype = model_class(folder), _dtype(folder, entries)
+    dtype = _dtype(folder, entries)
 
     def build() -> nn.Module:
-        try:
-            config = factory.config_class.from_pretrained(folder.path, local_files_only=True)
-            with torch.inference_mode(False), _default_dtype(dtype), _parameters_on_meta():
-                network: nn.Module = factory(config)
-        except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-            raise SourceError(f"{folder.path} does not open as a {folder.architecture}: {error}") from error
+        with opening(folder), torch.inference_mode(False), _default_dtype(dtype), _parameters_on_meta():
+            network: nn.Module = model_class(folder)(library_config(folder))
         return network.eval()
 
     return build

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import signal
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -13,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from factorpack.errors import FactorpackError
+from factorpack.printable import printable
 from factorpack.version import __version__
 
 
@@ -63,6 +66,25 @@ class LazyGroup(TyperGroup):
         name, stub, rest = super().resolve_command(ctx, args)
         return name, stub if name is None else command_line(name), rest
 
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        with _printable_messages():
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _printable_messages():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _printable_messages() -> Iterator[None]:
+    """The parser's messages repeat arguments, which a shell may have made from names of files."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(getattr(error, "message", None), str):
+            error.message = printable(error.message)  # type: ignore[attr-defined]
+        raise
+
 
 def command_line(name: str) -> Any:
     """A command as the parser sees it, with its options."""
@@ -104,9 +126,17 @@ def _exit_on_sigterm() -> None:
 def main() -> None:
     _exit_on_sigterm()
     try:
-        app(prog_name="factorpack")
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            app(prog_name="factorpack")
     except (FactorpackError, OSError) as error:
         from factorpack.commands.console import print_error  # `--version` and `--help` do without
 
         print_error(error)
         sys.exit(2)
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    from factorpack.commands.console import print_warning
+
+    print_warning(message)

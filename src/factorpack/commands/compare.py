@@ -20,6 +20,7 @@ from factorpack.comparison.grid import Point
 from factorpack.comparison.request import Request
 from factorpack.errors import PlanError
 from factorpack.format.atomic import atomic_write
+from factorpack.printable import printable
 from factorpack.report.text import plain
 
 
@@ -126,7 +127,8 @@ def rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
 
 def markdown(points: Sequence[Point]) -> str:
     lines = [HEAD, ("---",) * len(HEAD), *rows(points)]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    cells = [[printable(cell).replace("|", "\\|") for cell in line] for line in lines]
+    return "".join("| " + " | ".join(line) + " |\n" for line in cells)
 
 
 def _table(points: Sequence[Point]) -> Table:

@@ -91,8 +91,9 @@ def compress(
 
     What a budget, or an engine, has finished waits in OUTPUT.parts: if the command is killed, the same command
     resumes from there. With --engine each tensor is a task of its own, and a method's file is the same as
-    without. A budget is then met from the weights alone: calibrated layers depend on each other, which only
-    one process can do.
+    without. With --engine and --calibration the workers measure sensitivities batch by batch and rate-distortion
+    curves weight by weight, each on a GPU of its own where the model is on one; this process then codes the
+    layers in order.
 
     Examples:
 
@@ -112,6 +113,8 @@ def compress(
         factorpack compress folder/ -o small-folder --ratio 8 --calibration texts.txt --length 2048 --stream
 
         factorpack compress folder/ -o small.safetensors --method scalar --bits 4 --engine local --workers 8
+
+        factorpack compress folder/ -o small-folder --ratio 8 --calibration sentences.txt --engine ray
     """
     shorthands = {"rank": rank, "latent_bits": latent_bits, "sparsity": sparsity, "bits": bits}
     request = CompressRequest(

@@ -67,11 +67,8 @@ class CompressRequest:
         if self.method.given and self.recipe not in (None, NONE):
             raise PlanError("a recipe states methods and settings itself: give one or the other")
         uses_model = self.model is not None or self.calibration is not None
-        if self.engine is not None and (uses_model or self.curves is not None or self.max_loss is not None):
-            raise PlanError(
-                "with --engine a budget is met from the weights alone, and so is a method; curves are kept "
-                "beside the file: leave out --model, --calibration, --curves and --max-loss, or --engine"
-            )
+        if self.engine is not None:
+            self._check_engine()
         if not self.has_budget and (self.curves is not None or (uses_model and not self.method.given)):
             raise PlanError(
                 "--model, --calibration and --curves serve a budget: give --ratio or --max-bytes "
@@ -86,6 +83,18 @@ class CompressRequest:
                 "--calibration and one of --ratio and --max-bytes, and leave out --model and --method"
             )
         self.method.make()
+
+    def _check_engine(self) -> None:
+        if self.calibration is None and (self.model or self.curves or self.max_loss is not None):
+            raise PlanError(
+                "without --calibration, --engine works on the weights alone: leave out --model, --curves and "
+                "--max-loss, or --engine"
+            )
+        if self.calibration is not None and (self.method.given or self.stream):
+            raise PlanError(
+                "with --calibration, --engine measures for a budget: a method and --stream go layer by layer in one "
+                "process, so leave them out, or --engine"
+            )
 
     def check_outputs(self, output: Path) -> None:
         """No file that is read may be written over."""
@@ -135,7 +144,7 @@ class CompressRequest:
         if progress and parts_folder(path).is_dir():
             print_line(f"resuming from what {parts_folder(path)} has")
         source, batches = self._model_and_batches()
-        planned = self.has_budget and self.engine is None
+        planned = self.has_budget and (self.engine is None or self.calibration is not None)
         return compress(
             source,
             self.method.make(),

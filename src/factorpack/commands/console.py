@@ -1,7 +1,7 @@
 """What commands print: lines and tables for people, one JSON object for programs, errors on standard error.
 
 A path or a name from a file may hold markup or codes that steer a terminal. `print_line` and `print_error`
-take any text and disarm it; in tables and styled text it goes through `plain`.
+take any text and disarm it; in tables it goes through `plain`. Neither console reads markup.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from factorpack.report.text import printable
+from factorpack.printable import printable
 
 # A pipe has no width: 80 columns would fold every line of a table.
-console = Console(highlight=False, width=None if sys.stdout.isatty() else 180)
-error_console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 180)
+error_console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def print_line(text: str, style: str | None = None) -> None:
-    """One line, however wide the terminal is."""
-    console.print(printable(text), style=style, markup=False, soft_wrap=True)
+    """One line, however wide the terminal is and whatever is in the text."""
+    console.print(printable(text), style=style, soft_wrap=True)
 
 
 def print_table(table: Table) -> None:
@@ -30,13 +30,18 @@ def print_table(table: Table) -> None:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value))
+    # JSON leaves one control character as it is.
+    print(json.dumps(value).replace("\x7f", "\\u007f"))
 
 
 def print_error(error: Exception) -> None:
     """What an error says, and its notes below."""
     lines = [printable(text) for text in (_message(error), *getattr(error, "__notes__", []))]
     error_console.print("error: " + "\n  ".join(lines))
+
+
+def print_warning(message: Warning | str) -> None:
+    error_console.print(f"warning: {printable(message)}")
 
 
 def _message(error: Exception) -> str:

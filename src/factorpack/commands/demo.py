@@ -145,7 +145,8 @@ def _show(done: Demo) -> None:
     for planned, rounded in _pairs(done.points):
         table.add_row(f"{planned.asked_ratio:g}", *_cells(planned), *_cells(rounded, with_bits=True))
     print_table(table)
-    print_line(_explanation(done))
+    for line in _explanation(done):
+        print_line(line)
 
 
 def _pairs(points: Sequence[Point]) -> list[tuple[Point, Point]]:
@@ -161,24 +162,22 @@ def _cells(point: Point, with_bits: bool = False) -> list[str]:
     return [f"{point.file_bytes:,}", *bits, f"{point.measured['top1']:.1%}"]
 
 
-def _explanation(done: Demo) -> str:
+def _explanation(done: Demo) -> tuple[str, ...]:
     """What the table shows, where the files are, and what to type next."""
     packed = next(done.folder / point.file for point in done.points if point.file)
     absent = [point.settings for point in done.points if point.file is None]
     drawn = f"The figure is {done.figure}." if done.figure else NO_FIGURE
-    return "\n".join(
-        (
-            "",
-            f"Accuracy is on {done.test_images} test images, measured with each file saved and loaded again.",
-            f"Planned: fp.compress(model, ratio=..., calibration=...) with {done.images} unlabelled images.",
-            "Rounded: every weight to its nearest code, at the most bits per weight that fit, in the same",
-            "entropy-coded file format, with batch norms folded and vectors in FP16 as in the planned files.",
-            *([f"A dash: rounding makes no file that small; {absent[0]}."] if absent else []),
-            f"The files are in {done.folder}. {drawn}",
-            "",
-            "Next:",
-            f"  factorpack inspect {packed}",
-            f"  factorpack report {packed} -o report.html --original {done.folder / CHECKPOINT}",
-            f"  factorpack compress {done.folder / CHECKPOINT} -o small.safetensors --ratio 10",
-        )
+    return (
+        "",
+        f"Accuracy is on {done.test_images} test images, measured with each file saved and loaded again.",
+        f"Planned: fp.compress(model, ratio=..., calibration=...) with {done.images} unlabelled images.",
+        "Rounded: every weight to its nearest code, at the most bits per weight that fit, in the same",
+        "entropy-coded file format, with batch norms folded and vectors in FP16 as in the planned files.",
+        *([f"A dash: rounding makes no file that small; {absent[0]}."] if absent else []),
+        f"The files are in {done.folder}. {drawn}",
+        "",
+        "Next:",
+        f"  factorpack inspect {packed}",
+        f"  factorpack report {packed} -o report.html --original {done.folder / CHECKPOINT}",
+        f"  factorpack compress {done.folder / CHECKPOINT} -o small.safetensors --ratio 10",
     )

@@ -20,5 +20,6 @@ def inspect(file: PackedFile, top: Top = None, as_json: Json = False) -> None:
         print_json(size_json(report))
         return
     print_table(size_table(report, top))
-    print_line(f"\n{file}: {size_summary(report)}")
+    print_line("")
+    print_line(f"{file}: {size_summary(report)}")
     print_line(f"by the paper's formula, with fixed-width codes: {report.paper_ratio:.2f} times", style="dim")

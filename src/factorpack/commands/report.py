@@ -15,9 +15,10 @@ from factorpack.comparison.saved import read_comparison
 from factorpack.errors import PlanError
 from factorpack.format.overwrite import check_output
 from factorpack.packed import load
+from factorpack.printable import printable
 from factorpack.report.facts import ComparisonFacts, PointFacts, gather
 from factorpack.report.html import write_page
-from factorpack.report.text import human_bytes, printable
+from factorpack.report.text import human_bytes
 from factorpack.source import Checkpoint, import_model
 
 

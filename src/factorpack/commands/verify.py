@@ -47,5 +47,5 @@ def verify(
 
 
 def _print_check(check: TensorCheck) -> None:
-    outcome = f"[red]{plain(check.problem)}[/red]" if check.problem else f"{check.relative_error:.4f}"
-    console.print(f"{plain(check.name)}  {outcome}", soft_wrap=True)
+    outcome = plain(check.problem, "red") if check.problem else plain(f"{check.relative_error:.4f}")
+    console.print(plain(f"{check.name}  ") + outcome, soft_wrap=True)

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from factorpack.engine.cluster import Ray
 from factorpack.engine.local import Local
-from factorpack.engine.task import Engine, Outcome, Task, run_tasks
+from factorpack.engine.task import Engine, Outcome, Task, keep_workers, run_tasks
 
-__all__ = ["Engine", "Local", "Outcome", "Ray", "Task", "run_tasks"]
+__all__ = ["Engine", "Local", "Outcome", "Ray", "Task", "keep_workers", "run_tasks"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from factorpack.engine.task import Outcome, Task, perform, require_success, worker_died_error
+from factorpack.engine.task import Engine, Outcome, Task, perform, require_success, worker_died_error
 from factorpack.errors import EngineError, PlanError
 
 IN_FLIGHT_PER_WORKER = 2
@@ -16,6 +17,8 @@ IN_FLIGHT_PER_WORKER = 2
 @dataclass(frozen=True, slots=True)
 class Ray:
     """One Ray task per task, on one core and its declared memory; 0 workers means every core of the cluster.
+
+    A task that needs a GPU gets one from Ray.
 
     Only paths, names and settings travel through Ray. Every machine must see the source and the output
     under the same paths, on shared storage, and have factorpack installed.
@@ -30,16 +33,24 @@ class Ray:
             raise PlanError(f"workers {self.workers}, retries {self.retries}: expected at least 0")
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+        with self.keep():
+            yield from self._outcomes(_import_ray(), tasks)
+
+    @contextmanager
+    def keep(self) -> Iterator[Engine]:
+        """The engine, connected to its cluster until the block ends."""
         ray = _import_ray()
         started = _connect(ray, self.workers)
         try:
-            yield from self._outcomes(ray, tasks)
+            yield self
         finally:
             if started:
                 ray.shutdown()
 
     def _outcomes(self, ray: Any, tasks: Sequence[Task]) -> Iterator[Outcome]:
         workers = self.workers or max(int(ray.cluster_resources().get("CPU", 1)), 1)
+        if any(task.on_gpu for task in tasks) and not ray.cluster_resources().get("GPU"):
+            raise EngineError("the model is on a GPU, and the Ray cluster has none: move it to the CPU")
         largest = max(
             (node["Resources"].get("memory", 0.0) for node in ray.nodes() if node["Alive"]), default=0
         )
@@ -55,7 +66,11 @@ class Ray:
                     # A request that no machine can satisfy would wait forever.
                     memory = min(task.memory_bytes, int(0.9 * largest))
                     options = call.options(
-                        num_cpus=1, memory=memory, max_retries=self.retries, name=task.name
+                        num_cpus=1,
+                        num_gpus=int(task.on_gpu),
+                        memory=memory,
+                        max_retries=self.retries,
+                        name=task.name,
                     )
                     running[options.remote(task)] = task
                 (done,), _ = ray.wait(list(running), num_returns=1)

@@ -7,7 +7,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from factorpack.engine.memory import free_bytes
-from factorpack.engine.task import Outcome, Task, perform, require_success, worker_died_error
+from factorpack.engine.task import Engine, Outcome, Task, perform, require_success, worker_died_error
 from factorpack.errors import PlanError
 
 POLL_SECONDS = 1.0
@@ -29,7 +29,7 @@ class Local:
 
     The tasks that need the most memory start first, so that no large one runs alone at the end. A task waits
     while running tasks declare more than `memory_share` of the memory that was free at the start; one task
-    always runs.
+    always runs. Tasks that need a GPU run on one each: as many at a time as there are GPUs.
 
     Workers start as new interpreters, so a script must start its work under `if __name__ == "__main__":`.
     `start="fork"` is faster to start, and only for processes without threads.
@@ -49,9 +49,15 @@ class Local:
             )
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
-        pool = _WorkerPool(self, tasks)
+        with self.keep() as pool:
+            yield from pool.run(tasks)
+
+    @contextmanager
+    def keep(self) -> Iterator[Engine]:
+        """An engine whose workers stay from one run to the next, until the block ends."""
+        pool = _WorkerPool(self)
         try:
-            yield from pool.outcomes()
+            yield pool
         finally:
             pool.stop()
 
@@ -60,24 +66,39 @@ class Local:
 class _Worker:
     process: BaseProcess
     connection: Connection
+    place: int
+    """The lowest that no other worker has."""
     task: Task | None = None
 
 
 class _WorkerPool:
-    """The workers of one run, and the tasks waiting for them."""
+    """Workers, and the tasks of one run at a time waiting for them."""
 
-    def __init__(self, settings: Local, tasks: Sequence[Task]) -> None:
+    def __init__(self, settings: Local) -> None:
         self._context: Any = multiprocessing.get_context(settings.start)
-        self._retries = settings.retries
-        self._waiting = sorted(tasks, key=lambda task: -task.memory_bytes)
-        self._max_workers = min(settings.workers or os.cpu_count() or 1, len(tasks))
-        free = free_bytes()
-        self._memory_limit = None if free is None else settings.memory_share * free
+        self._settings = settings
         self._workers: list[_Worker] = []
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+        self._waiting = sorted(tasks, key=lambda task: -task.memory_bytes)
+        self._max_workers = self._most_workers(tasks)
+        free = free_bytes()
+        self._memory_limit = None if free is None else self._settings.memory_share * free
         self._deaths: Counter[int] = Counter()
         """By the task's identity: names need not be unique."""
+        try:
+            yield from self._outcomes()
+        finally:
+            if self._busy():  # the run was left early: no later one may get its outcomes
+                self.stop()
 
-    def outcomes(self) -> Iterator[Outcome]:
+    def _most_workers(self, tasks: Sequence[Task]) -> int:
+        most = min(self._settings.workers or os.cpu_count() or 1, len(tasks))
+        if any(task.on_gpu for task in tasks):
+            return max(min(most, torch.cuda.device_count()), 1)
+        return most
+
+    def _outcomes(self) -> Iterator[Outcome]:
         while self._waiting or self._busy():
             while (task := self._next_task()) is not None:
                 self._send(task)
@@ -94,6 +115,7 @@ class _WorkerPool:
             worker.process.kill()
         for worker in self._workers:
             worker.process.join()
+        self._workers = []
 
     def _busy(self) -> list[_Worker]:
         return [worker for worker in self._workers if worker.task is not None]
@@ -117,10 +139,11 @@ class _WorkerPool:
 
     def _start_worker(self) -> _Worker:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
+        place = min(set(range(len(self._workers) + 1)) - {worker.place for worker in self._workers})
+        process = self._context.Process(target=_serve, args=(theirs, os.getpid(), place), daemon=True)
         process.start()
         theirs.close()
-        self._workers.append(_Worker(process, ours))
+        self._workers.append(_Worker(process, ours, place))
         return self._workers[-1]
 
     def _receive(self, worker: _Worker) -> Outcome | None:
@@ -134,7 +157,7 @@ class _WorkerPool:
             self._workers.remove(worker)
             worker.connection.close()
             self._deaths[id(task)] += 1
-            if self._deaths[id(task)] > self._retries:
+            if self._deaths[id(task)] > self._settings.retries:
                 reason = _exit_reason(worker.process.exitcode or 0)
                 raise worker_died_error(task, self._deaths[id(task)], reason) from None
             self._waiting.insert(0, task)
@@ -143,8 +166,8 @@ class _WorkerPool:
         return outcome
 
 
-def _serve(connection: Connection, driver: int) -> None:
-    """Runs tasks and sends their outcomes until the driver is gone."""
+def _serve(connection: Connection, driver: int, place: int) -> None:
+    """Runs tasks and sends their outcomes until the driver is gone. Workers of unlike places have GPUs of their own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted driver stops its workers itself
     torch.set_num_threads(1)
     while True:
@@ -152,7 +175,10 @@ def _serve(connection: Connection, driver: int) -> None:
             if os.getppid() != driver:  # the pipe may outlive it: workers forked later hold it open
                 return
         try:
-            connection.send(perform(connection.recv()))
+            task: Task = connection.recv()
+            if task.on_gpu:
+                torch.cuda.set_device(place % torch.cuda.device_count())
+            connection.send(perform(task))
         except (EOFError, ConnectionError):  # the driver is gone
             return
 

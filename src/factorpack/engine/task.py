@@ -8,9 +8,10 @@ import platform
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from factorpack.errors import EngineError, FactorpackError
 from factorpack.progress import Progress
@@ -28,6 +29,8 @@ class Task:
     """Estimated peak memory: tasks that do not fit in memory together wait."""
     size: int = 1
     """Its share of the work, in the progress bar's unit."""
+    on_gpu: bool = False
+    """Whether it needs a GPU; it finds one of its own as torch's current one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,18 @@ class Engine(Protocol):
     """
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Outcome]: ...
+
+
+@runtime_checkable
+class Keeping(Protocol):
+    """An engine that can keep its workers from one run to the next."""
+
+    def keep(self) -> AbstractContextManager[Engine]: ...
+
+
+def keep_workers(engine: Engine) -> AbstractContextManager[Engine]:
+    """The engine, with workers that stay until the block ends where it can keep them."""
+    return engine.keep() if isinstance(engine, Keeping) else nullcontext(engine)
 
 
 def run_tasks(

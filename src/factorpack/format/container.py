@@ -8,7 +8,6 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -23,6 +22,7 @@ from factorpack.decoding import check, specs
 from factorpack.errors import FormatError, SourceError
 from factorpack.format import schema as schemas
 from factorpack.format.atomic import atomic_write
+from factorpack.format.encode_workers import EncodeCodes, encode_codes
 from factorpack.format.schema import RESERVED, SMALL, PartRow, Schema, TensorRow
 from factorpack.format.streams import decode_part, encode_part, raw_bytes, split_of, states_of
 from factorpack.kinds import KINDS
@@ -44,6 +44,9 @@ SAFETENSORS_TYPES = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
@@ -242,15 +245,15 @@ class Reader(Mapping[str, Encoded]):
         return self._small[start : start + row.stored_bytes]
 
 
-def stored(name: str, encoded: Encoded, pool: Executor | None = None) -> tuple[TensorRow, bytes]:
-    """A tensor's row of the schema and its stream; a pool compresses the chunks of a large one."""
+def stored(name: str, encoded: Encoded, encode: EncodeCodes = encode_codes) -> tuple[TensorRow, bytes]:
+    """A tensor's row of the schema and its stream."""
     check(encoded.kind, encoded.layout, encoded.dtype, specs(encoded))
     KINDS[encoded.kind].check_values(encoded)
     streams: list[bytes] = []
     parts: dict[str, PartRow] = {}
     for part_name, spec in specs(encoded).items():
         split, states = split_of(encoded, part_name), states_of(encoded, part_name)
-        codec, data = encode_part(encoded.parts[part_name], spec.bits, split, states, pool)
+        codec, data = encode_part(encoded.parts[part_name], spec.bits, split, states, encode)
         parts[part_name] = PartRow(codec, spec, len(data))
         streams.append(data)
     numel = schemas.largest_numel(encoded.shape, specs(encoded).values())

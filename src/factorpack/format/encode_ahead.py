@@ -1,21 +1,24 @@
-"""Tensors' rows and streams in order, encoded by threads in advance."""
+"""Tensors' rows and streams in order, encoded in advance: small models by threads, large ones by processes."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
-
-import torch
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
+from queue import PriorityQueue
 
 from factorpack.errors import FormatError
 from factorpack.format.container import stored
+from factorpack.format.encode_workers import EncodeCodes, are_running, encode_codes, encode_elsewhere
 from factorpack.format.schema import TensorRow
 from factorpack.record import Encoded
 
-_MOST_TENSORS, _MOST_NUMEL = 8, 1 << 23
+_MOST_TENSORS, _MOST_NUMEL = 32, 1 << 23
 """Tensors that wait, and their elements, per thread: encoding takes about five bytes per element."""
+
+_LEAST_SENT, _MANY = 1 << 16, 1 << 22
+"""Elements of a tensor that is worth sending to a worker, and of all tensors so far that are worth starting one."""
 
 Stored = tuple[TensorRow, bytes]
 
@@ -27,14 +30,46 @@ class Streams:
     """
 
     def __init__(self) -> None:
-        self._held: dict[str, tuple[Encoded, Stored]] = {}
+        self._held: dict[str, tuple[Encoded, Future[Stored]]] = {}
 
     def find(self, name: str, encoded: Encoded) -> Stored | None:
+        """The stream, once it is made if it has begun."""
         held = self._held.get(name)
-        return held[1] if held is not None and held[0] is encoded else None
+        return held[1].result() if held is not None and held[0] is encoded else None
 
     def keep(self, name: str, encoded: Encoded, made: Stored) -> None:
-        self._held[name] = encoded, made
+        self._held[name] = encoded, _done(made)
+
+    def begin(self, name: str, encoded: Encoded, pool: LargestFirst, seen: int) -> None:
+        """Starts to make a stream that is not here, in a pool; `seen` are the elements of all tensors of the file."""
+        held = self._held.get(name)
+        if held is None or held[0] is not encoded:
+            self._held[name] = encoded, _start(name, encoded, pool, seen)
+
+
+class LargestFirst(ThreadPoolExecutor):
+    """Threads that encode the largest waiting tensor next, so that no large one is left alone at the end."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__(threads)
+        self._waiting: PriorityQueue[tuple[int, int, Callable[[], None]]] = PriorityQueue()
+        self._count = count()
+
+    def start(self, name: str, encoded: Encoded, encode: EncodeCodes) -> Future[Stored]:
+        """Encodes a tensor when its turn comes."""
+        future: Future[Stored] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(_stored(name, encoded, encode))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._waiting.put((-encoded.numel, next(self._count), work))
+        self.submit(lambda: self._waiting.get()[2]())
+        return future
 
 
 def encode_ahead(
@@ -48,19 +83,22 @@ def encode_ahead(
     known = streams or Streams()
     if threads < 2:
         for name, encoded in tensors:
-            made = known.find(name, encoded) or _stored(name, encoded, None)
+            made = known.find(name, encoded) or _stored(name, encoded, encode_codes)
             if streams is not None:
                 streams.keep(name, encoded, made)
             yield made
         return
-    # A task of the first pool waits for tasks of the second, which wait for none.
-    with _single_threads(threads) as tasks, _single_threads(threads) as chunks:
+    with LargestFirst(threads) as tasks:
         waiting: deque[tuple[str, Encoded, Future[Stored]]] = deque()
+        seen = 0
         try:
             for name, encoded in tensors:
                 while waiting and _is_enough([*(each for _, each, _ in waiting), encoded], threads):
                     yield _first(waiting, streams)
-                waiting.append((name, encoded, _start(name, encoded, known, tasks, chunks)))
+                seen += encoded.numel
+                held = known.find(name, encoded)
+                future = _start(name, encoded, tasks, seen) if held is None else _done(held)
+                waiting.append((name, encoded, future))
             while waiting:
                 yield _first(waiting, streams)
         finally:
@@ -68,27 +106,19 @@ def encode_ahead(
                 future.cancel()
 
 
-@contextmanager
-def _single_threads(threads: int) -> Iterator[Executor]:
-    """A pool whose threads run torch on one core each: teams of threads within threads would wait for cores."""
-    before = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            yield pool
-    finally:
-        torch.set_num_threads(before)  # part of the setting belongs to the whole process
-
-
 def _is_enough(tensors: list[Encoded], threads: int) -> bool:
     many = sum(each.numel for each in tensors) > _MOST_NUMEL * threads
     return many or len(tensors) > _MOST_TENSORS * threads
 
 
-def _start(name: str, encoded: Encoded, known: Streams, tasks: Executor, chunks: Executor) -> Future[Stored]:
-    made = known.find(name, encoded)
-    if made is None:
-        # Copied on the caller's own CUDA stream: another thread's would not wait for it.
-        return tasks.submit(_stored, name, encoded.to("cpu"), chunks)
+def _start(name: str, encoded: Encoded, tasks: LargestFirst, seen: int) -> Future[Stored]:
+    """Begins to encode a tensor: a large one in a worker, where `seen` elements of tensors are worth starting some."""
+    elsewhere = encoded.numel >= _LEAST_SENT and (are_running() or seen >= _MANY)
+    # Copied on the caller's own CUDA stream: another thread's would not wait for it.
+    return tasks.start(name, encoded.to("cpu"), encode_elsewhere if elsewhere else encode_codes)
+
+
+def _done(made: Stored) -> Future[Stored]:
     done: Future[Stored] = Future()
     done.set_result(made)
     return done
@@ -102,9 +132,9 @@ def _first(waiting: deque[tuple[str, Encoded, Future[Stored]]], streams: Streams
     return made
 
 
-def _stored(name: str, encoded: Encoded, pool: Executor | None) -> Stored:
+def _stored(name: str, encoded: Encoded, encode: EncodeCodes) -> Stored:
     try:
-        return stored(name, encoded, pool)
+        return stored(name, encoded, encode)
     except FormatError as error:
         error.add_note(f"while writing tensor {name!r}")
         raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import Executor
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from factorpack.errors import FormatError
 from factorpack.format import entropy, trellis_stream
 from factorpack.format.bitpack import bit_string_bytes, pack, unpack
+from factorpack.format.encode_workers import EncodeCodes, encode_codes
 from factorpack.format.symbols import Codes
 from factorpack.kinds import KINDS
 from factorpack.kinds.base import PartSpec
@@ -23,21 +23,20 @@ CODECS = (RAW, PACKED, ANS, TRELLIS)
 
 
 def encode_part(
-    part: Tensor, bits: int, split: int = 0, states: int = 0, pool: Executor | None = None
+    part: Tensor, bits: int, split: int = 0, states: int = 0, encode: EncodeCodes = encode_codes
 ) -> tuple[str, bytes]:
     """The codec and the bytes of a part; `bits` is 0 for a part that is not codes.
 
-    `split` and `states` come from `split_of` and `states_of`. A pool compresses the chunks of a large part.
+    `split` and `states` come from `split_of` and `states_of`.
     """
     if not bits:
         return RAW, raw_bytes(part)
     codes = part.cpu().numpy()
     _check_range(codes, bits)
+    coded = encode(codes, split, states)
     if states:
-        return TRELLIS, trellis_stream.encode(codes, states, split)
-    fixed_bytes = bit_string_bytes(codes.size, bits)
-    coded = entropy.encode(codes, split, pool)
-    if len(coded) < fixed_bytes:
+        return TRELLIS, coded
+    if len(coded) < bit_string_bytes(codes.size, bits):
         return ANS, coded
     low, _ = code_range(bits)
     return PACKED, pack((codes.astype(np.int32) - low).astype(np.uint16).ravel(), bits)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 Codes = NDArray[np.signedinteger]
@@ -47,10 +46,15 @@ def symbol_type(size: int) -> SymbolType:
 
 
 def count_values(values: NDArray[np.integer], size: int) -> NDArray[np.int64]:
-    """How often each of 0 to size - 1 occurs. numpy's own bincount would stop the other threads."""
-    held = values if values.dtype in (np.uint8, np.int32) else values.astype(np.int32)
-    counts: NDArray[np.int64] = torch.bincount(torch.from_numpy(held.reshape(-1)), minlength=size).numpy()
-    return counts
+    """How often each of 0 to size - 1 occurs."""
+    flat = values.reshape(-1)
+    if flat.dtype != np.uint8 or flat.size < 1 << 16:
+        return np.bincount(flat, minlength=size)
+    # Twice as fast by pairs of bytes.
+    pairs = np.bincount(flat[: flat.size // 2 * 2].view(np.uint16), minlength=1 << 16).reshape(256, 256)
+    counts = pairs.sum(0) + pairs.sum(1)
+    counts[flat[flat.size // 2 * 2 :]] += 1
+    return np.asarray(counts[: max(size, int(counts.nonzero()[0][-1]) + 1)])
 
 
 def to_view(matrix: NDArray[_Kind], split: int) -> NDArray[_Kind]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from factorpack.calibration.model_folder import EXTRAS, Folder
+from factorpack.printable import printable
 from factorpack.size import SizeReport, TensorSize
 
 _HOW = """```python
@@ -27,12 +28,12 @@ def card(name: str, like: Folder, report: SizeReport) -> str:
     """Markdown: sizes on disk, one line per tensor, and how to load the model. It claims no accuracy."""
     assert report.file_bytes is not None
     architecture = like.architecture
-    use = [_HOW.format(folder=name, extra=EXTRAS[like.library])]
+    use = [_HOW.format(folder=printable(name), extra=EXTRAS[like.library])]
     if like.library == "transformers":
-        use.append(_AUTO.format(folder=name, auto=_auto_class(architecture)))
+        use.append(_AUTO.format(folder=printable(name), auto=_auto_class(architecture)))
     return "\n".join(
         [
-            f"# {name}",
+            f"# {printable(name)}",
             "",
             f"The weights of a `{architecture}`, packed by factorpack: {report.file_bytes:,} bytes in the file, "
             f"{report.original_bytes:,} in FP32, {report.file_ratio:.2f} times smaller.",
@@ -56,7 +57,7 @@ def card(name: str, like: Folder, report: SizeReport) -> str:
 def _line(size: TensorSize) -> str:
     count = max(size.original_bytes // 4, 1)
     shape = " x ".join(map(str, size.shape)) or "1"
-    name = size.name.replace("|", "\\|").replace("`", "'")
+    name = printable(size.name).replace("|", "\\|").replace("`", "'")
     return f"| `{name}` | {shape} | {size.bytes:,} | {8 * size.bytes / count:.2f} | {size.words} |"
 
 

@@ -5,17 +5,22 @@ The class must come from transformers or diffusers.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from factorpack.calibration.model_folder import QUANTIZATION, Folder, import_library, model_class, open_folder
+from factorpack.calibration.model_folder import Folder, import_library, model_class, open_folder
+from factorpack.calibration.untrusted_folder import Shapes, check_fit, library_config, opening, safe_config
 from factorpack.errors import PlanError, SourceError
-from factorpack.hub.quantizer import register
+from factorpack.format.container import is_packed
 from factorpack.packed import Packed, load
 from factorpack.runtime.apply import Mode
-from factorpack.source import open_source
+from factorpack.source import open_source, read_config
+
+GENERATION = "generation_config.json"
 
 
 def from_pretrained(
@@ -24,8 +29,9 @@ def from_pretrained(
     """Opens a packed folder as a model in evaluation mode; a folder of plain weights opens too.
 
     The class is the one that `config.json` names. It must come from transformers or diffusers (a component:
-    a unet, a vae): code in the folder never runs. `mode`, `example` and `slack` are those of `packed.apply`;
-    any mode but "dense" needs the tensor names of the model itself, as in a folder made from a model.
+    a unet, a vae): code in the folder never runs, and nothing is downloaded. `mode`, `example` and `slack`
+    are those of `packed.apply`; any mode but "dense" needs the tensor names of the model itself, as in a
+    folder made from a model.
 
     >>> model = fp.hub.from_pretrained("small-llama")  # doctest: +SKIP
     """
@@ -42,32 +48,86 @@ def from_pretrained(
 
 
 def tokenizer_of(folder: Folder) -> Any:
-    try:
-        return import_library("transformers").AutoTokenizer.from_pretrained(
-            folder.path, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, ImportError) as error:
-        raise SourceError(f"{folder.path} has no tokenizer that can be opened: {error}") from error
+    with opening(folder):
+        transformers = import_library("transformers")
+        try:
+            return transformers.AutoTokenizer.from_pretrained(
+                folder.path, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # as in `opening`
+            raise SourceError(f"{folder.path} has no tokenizer that can be opened: {error}") from error
 
 
 def _open_model(folder: Folder) -> nn.Module:
-    """Loads weights with the class itself, which knows old names and ties; no tensor may stay uninitialised."""
-    factory, file = model_class(folder), folder.packed_file
-    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
-    try:
-        if folder.library == "diffusers" and file is not None:
-            model = factory.from_config({k: v for k, v in folder.config.items() if k != QUANTIZATION})
-            return load(file).load_into(model).eval()
+    """Fills the model with the folder's weights, read by factorpack itself; none may stay uninitialised."""
+    with opening(folder):
+        file = folder.packed_file
+        if file is not None and not is_packed(file):
+            raise SourceError(f"{file} is not a packed file, although the config says so")
+        weights = _stored_weights(folder) if file is None else _packed_weights(file)
+        check_fit(folder, weights.shapes, weights.aliases)
         if folder.library == "transformers":
-            register()
-            options["trust_remote_code"] = False
-        model, loading = factory.from_pretrained(folder.path, **options)
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise SourceError(f"{folder.path} does not open as a {folder.architecture}: {error}") from error
+            return _fill(folder, weights.load())
+        factory = model_class(folder)
+        if file is not None:
+            return load(file).load_into(factory.from_config(safe_config(folder))).eval()
+        model, loading = factory.from_pretrained(
+            folder.path, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
+        _check_complete(folder, loading)
+        opened: nn.Module = model
+        return opened
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """A folder's weights before they are read."""
+
+    shapes: Shapes
+    aliases: Collection[str]
+    load: Callable[[], dict[str, Tensor]]
+
+
+def _packed_weights(file: Path) -> _Weights:
+    packed = load(file)
+    return _Weights(packed.shapes(), packed.aliases, packed.state_dict)
+
+
+def _stored_weights(folder: Folder) -> _Weights:
+    source = open_source(folder.path)
+
+    def read() -> dict[str, Tensor]:
+        state = {name: entry.load() for name, entry in source.entries.items()}
+        return state | {alias: state[name] for alias, name in source.aliases.items()}
+
+    shapes = {name: (entry.dtype, entry.shape) for name, entry in source.entries.items()}
+    return _Weights(
+        shapes | {alias: shapes[name] for alias, name in source.aliases.items()}, source.aliases, read
+    )
+
+
+def _fill(folder: Folder, state: dict[str, Tensor]) -> nn.Module:
+    """A transformers model from a state dict in memory; its class knows old names and ties."""
+    settings, file = None, folder.path / GENERATION
+    if file.is_file():
+        settings = import_library("transformers").GenerationConfig.from_dict(read_config(file))
+    model, loading = model_class(folder).from_pretrained(
+        None,
+        config=library_config(folder),
+        state_dict=state,
+        generation_config=settings,
+        output_loading_info=True,
+        trust_remote_code=False,
+    )
+    _check_complete(folder, loading)
+    model.config.name_or_path = str(folder.path)
+    opened: nn.Module = model
+    return opened
+
+
+def _check_complete(folder: Folder, loading: dict[str, Any]) -> None:
     absent = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
     if absent:
         raise SourceError(
             f"{folder.path} lacks {len(absent)} tensors of a {folder.architecture}, the first is {absent[0]}"
         )
-    opened: nn.Module = model
-    return opened

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import weakref
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from factorpack.calibration.model_folder import METHOD
+from factorpack.calibration.untrusted_folder import check_shapes
 from factorpack.errors import SourceError
 from factorpack.format.container import is_packed
-from factorpack.packed import load
+from factorpack.format.locks import is_same_file, lock
+from factorpack.packed import Packed, load
+
+PREFIX = "factorpack-"
+"""How the names of temporary folders begin."""
 
 
 @cache
 def register() -> None:
     """Lets transformers' `from_pretrained` open packed folders in this process; imports transformers.
 
-    `import factorpack` never calls it, to stay light; `fp.hub.from_pretrained` does.
+    `import factorpack` never calls it, to stay light, and `fp.hub.from_pretrained` does without.
     """
     try:
         from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -54,12 +61,15 @@ def register() -> None:
             return super().update_attn_implementation(config)
 
         def preprocess_model(self, model: Any, *arguments: Any, **settings: Any) -> Any:
-            folder = tempfile.mkdtemp(prefix="factorpack-")
-            # Also runs if transformers fails before postprocess_model.
-            self.remove_decoded = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             self.shapes = _shapes(model)
             files = settings["checkpoint_files"]
-            files[:] = [_decode_file(Path(file), Path(folder)) for file in files]
+            packed = [_open_file(Path(file), self.shapes) for file in files]
+            folder, handle = _make_folder()
+            # Also runs if transformers fails before postprocess_model.
+            self.remove_decoded = weakref.finalize(self, _remove_folder, folder, handle)
+            for index, each in enumerate(packed):
+                files[index] = str(folder / Path(files[index]).name)
+                each.decode_to(files[index], progress=False)
             return super().preprocess_model(model, *arguments, **settings)
 
         def postprocess_model(self, model: Any, **settings: Any) -> Any:
@@ -68,7 +78,7 @@ def register() -> None:
             for name, shape in _shapes(model).items():
                 if shape != self.shapes[name]:
                     raise SourceError(
-                        f"tensor {name!r} is {shape} in the file, {self.shapes[name]} by the config"
+                        f"tensor {name!r} is {shape} in the file, {self.shapes[name]} by its config"
                     )
             if hasattr(model.config, "transformers_weights"):
                 del model.config.transformers_weights
@@ -86,8 +96,34 @@ def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in model.state_dict().items()}
 
 
-def _decode_file(file: Path, folder: Path) -> str:
+def _open_file(file: Path, shapes: dict[str, tuple[int, ...]]) -> Packed:
     if not is_packed(file):
         raise SourceError(f"{file} is not a packed file, although the config says so")
-    load(file).decode_to(folder / file.name, progress=False)
-    return str(folder / file.name)
+    packed = load(file)
+    check_shapes(shapes, packed.shapes())
+    return packed
+
+
+def _make_folder() -> tuple[Path, int | None]:
+    """A temporary folder, and the handle whose lock marks it as in use; None where folders have no locks.
+
+    One that no process holds is left from a killed process, and removed here.
+    """
+    if not hasattr(os, "O_DIRECTORY"):  # Windows
+        return Path(tempfile.mkdtemp(prefix=PREFIX)), None
+    for each in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):  # gone already, no folder, or another user's
+            handle = os.open(each, os.O_DIRECTORY | os.O_NOFOLLOW)
+            _remove_folder(each, handle) if lock(handle) else os.close(handle)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        handle = os.open(folder, os.O_DIRECTORY)
+        if lock(handle) is not False and is_same_file(handle, folder):
+            return folder, handle
+        os.close(handle)  # another process has just taken it for one that was left
+
+
+def _remove_folder(folder: Path, handle: int | None) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if handle is not None:
+        os.close(handle)

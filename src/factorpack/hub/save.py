@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -39,22 +38,20 @@ def save_pretrained(packed: Packed, folder: str | Path, like: Any) -> Packed:
     """
     if isinstance(like, str | Path):
         return write_folder(folder, open_folder(like), _writer(packed))
-    with tempfile.TemporaryDirectory() as plain:
-        _save_config(like, plain)
-        return write_folder(folder, open_folder(plain), _writer(packed))
+    return write_folder(folder, Folder(Path(), _config_of(like), has_files=False), _writer(packed))
 
 
-def _save_config(model: Any, folder: str) -> None:
-    """In transformers the config has a save method, in diffusers the model has it."""
-    if hasattr(model, "config") and hasattr(model.config, "save_pretrained"):
-        model.config.architectures = model.config.architectures or [type(model).__name__]
-        model.config.save_pretrained(folder)
-    elif hasattr(model, "save_config"):
-        model.save_config(folder)
-    else:
+def _config_of(model: Any) -> dict[str, Any]:
+    """In transformers the config makes its JSON, in diffusers the model does."""
+    maker: Any = model if hasattr(model, "save_config") else getattr(model, "config", None)
+    if not hasattr(maker, "to_json_string"):
         raise SourceError(
             f"like is a {type(model).__name__}, expected a folder or a model of transformers or diffusers"
         )
+    config: dict[str, Any] = json.loads(maker.to_json_string())
+    if maker is not model:
+        config["architectures"] = config.get("architectures") or [type(model).__name__]
+    return config
 
 
 def write_folder(target: str | Path, like: Folder, write: Callable[[Path], object]) -> Packed:

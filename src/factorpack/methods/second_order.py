@@ -25,7 +25,7 @@ from factorpack.quantize.uniform import (
 )
 from factorpack.record import Encoded
 from factorpack.solve.code_length import HIGH_RATE
-from factorpack.solve.feedback import round_with_feedback
+from factorpack.solve.feedback import Nearest, round_with_feedback
 from factorpack.solve.layer_problem import (
     CODEBOOK_BITS,
     DAMPING,
@@ -136,16 +136,12 @@ class SecondOrder(Method):
         scale = fit_scale(rows, bits).to(rows.device)
         problem = layer_problem(rows, self.moments_of(weight), None, self.damping)
         latent = problem.latent
-        low, high = code_range(bits)
-
-        def clamped(column: int, values: Tensor) -> Tensor:  # noqa: ARG001
-            return values.round().clamp_(low, high)
-
+        nearest = Nearest(*code_range(bits))
         step = scale.to(latent).reshape(latent.shape[:2]).clamp_min(torch.finfo(latent.dtype).tiny)
         if problem.factor is None:
-            codes = clamped(0, latent / step[:, :, None])
+            codes = nearest(0, latent / step[:, :, None])
         else:
-            codes, _ = round_with_feedback(latent, problem.factor, step, clamped)
+            codes, _ = round_with_feedback(latent, problem.factor, step, nearest)
         parts = {"codes": codes.reshape(rows.shape).to(torch.int8).contiguous(), "scale": scale}
         return weight.encoded("scalar", parts, {"codes": bits})
 
@@ -156,16 +152,16 @@ def check_trellis(states: int) -> None:
         raise PlanError(f"trellis is {states}, allowed are 0 and {' and '.join(map(str, MEMORY))} states")
 
 
-def stored_step(step: float, trellis: int, device: torch.device) -> Tensor:
-    """The step of the codes, (1, 1), for that of plain codes of equal error."""
-    return storable(torch.tensor([[step * FINE_STEP if trellis else step]], device=device))
+def stored_step(step: float, trellis: int) -> Tensor:
+    """The step of the codes, (1, 1) in host memory, for that of plain codes of equal error."""
+    return storable(torch.tensor([[step * FINE_STEP if trellis else step]]))
 
 
 def encode_at(
     problem: LayerProblem, step: float, weight: Weight, price: float = HIGH_RATE, trellis: int = 0
 ) -> Encoded:
     """The weight's codes at one step, as a scalar or a factors tensor."""
-    stored = stored_step(step, trellis, problem.latent.device)
+    stored = stored_step(step, trellis).to(problem.latent.device)
     codes, _ = problem.round(stored.float().reshape(1), price, trellis)
     largest = float(codes.abs().max())
     if largest > code_range(MAX_STORED_BITS)[1]:

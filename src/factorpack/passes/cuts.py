@@ -46,10 +46,19 @@ class _Run:
 
     calls: list[_Call] = field(default_factory=list)
     """In the order they started."""
-    inputs: list[tuple[str, int]] = field(default_factory=list)
-    """Layers with a weight in the order they ran, and a checksum of what they saw."""
-    outputs: list[int] = field(default_factory=list)
+    layers: list[str] = field(default_factory=list)
+    """Those with a weight, in the order they ran."""
     same_input: dict[str, list[str]] = field(default_factory=dict)
+    seen: list[Tensor] = field(default_factory=list)
+    """Checksums of what the layers saw, on the device."""
+    inputs: list[int] = field(default_factory=list)
+    """The same, known at the end: a GPU is waited for once, not for every layer."""
+    outputs: list[int] = field(default_factory=list)
+
+    def finish(self, output: Any) -> None:
+        found = [*self.seen, *_output_checksums(output)]
+        values = torch.stack([each.to(found[0].device) for each in found]).tolist() if found else []
+        self.inputs, self.outputs = values[: len(self.layers)], values[len(self.layers) :]
 
 
 def find_segments(model: nn.Module, batch: Any, few_trials: bool = False) -> Segments:
@@ -68,11 +77,11 @@ def find_segments(model: nn.Module, batch: Any, few_trials: bool = False) -> Seg
         find = _cuts_of_chain if few_trials else _valid_cuts
         cuts = find(model, sample, seen, layers, candidates)
     times = {call.name: call.start for call in reversed(seen.calls)}
-    order = list(dict.fromkeys(name for name, _ in seen.inputs))
+    order = list(dict.fromkeys(seen.layers))
     cuts = _with_layers_between(cuts, [times[name] for name in order if _is_matrix(model, name)])
     ends = [call.end for call, _ in cuts]
     segment_of = {name: sum(end <= times[name] for end in ends) for name in order}
-    runs = Counter(name for name, _ in seen.inputs)
+    runs = Counter(seen.layers)
     once = {name for name, count in runs.items() if count == 1}
     same = {
         name: tuple(each for each in group if each in once)
@@ -113,7 +122,7 @@ def _observe(model: nn.Module, sample: Any, layers: Sequence[str], candidates: S
     def leave(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             call = stack.pop()
-            call.end, call.form, call.layers_seen = next(clock), form_of(output), len(seen.inputs)
+            call.end, call.form, call.layers_seen = next(clock), form_of(output), len(seen.layers)
             if name in wanted and call.form is not None:
                 tensor = output[0] if isinstance(output, tuple) else output
                 returned.append((weakref.ref(tensor), version_of(tensor)))
@@ -125,7 +134,7 @@ def _observe(model: nn.Module, sample: Any, layers: Sequence[str], candidates: S
         hooked(model, {name: enter(name) for name in names}, {name: leave(name) for name in names}),
         _watching(model, layers, seen),
     ):
-        seen.outputs = _output_checksums(forward(model, sample))
+        seen.finish(forward(model, sample))
     if "" in layers:  # the model is a layer itself
         seen.calls.append(_Call("", -1))
     return seen
@@ -139,10 +148,10 @@ def _watching(model: nn.Module, layers: Sequence[str], seen: _Run) -> Iterator[N
     def watch(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, inputs: Sequence[Any]) -> None:
             tensor = inputs[0] if inputs else None
+            seen.layers.append(name)
+            seen.seen.append(_checksum(tensor) if isinstance(tensor, Tensor) else torch.tensor(0))
             if not isinstance(tensor, Tensor):
-                seen.inputs.append((name, 0))
                 return
-            seen.inputs.append((name, _checksum(tensor)))
             version = version_of(tensor)
             for reference, its_version, members in groups:
                 if reference() is tensor and its_version == version:
@@ -305,19 +314,21 @@ def _holds(
     def stored(*_args: Any, **_named: Any) -> Any:
         assert call.output is not None
         assert call.form is not None
-        passed.append(len(again.inputs))
+        passed.append(len(again.layers))
         return call.form.wrap(call.output.clone())
 
     stubs = {name: lost(name) for name in skipped} | {call.name: stored}
     try:
         with stubbed(model, stubs), _watching(model, layers, again):
-            again.outputs = _output_checksums(forward(model, sample))
+            again.finish(forward(model, sample))
     except SourceError:  # a weight that cannot be read
         raise
     except Exception:  # whatever a model may do with NaN: it cannot be cut here
         return False
-    same_after = again.inputs[passed[0] :] == seen.inputs[call.layers_seen :] if len(passed) == 1 else False
-    return same_after and again.outputs == seen.outputs
+    if len(passed) != 1 or again.outputs != seen.outputs:
+        return False
+    after, expected = slice(passed[0], None), slice(call.layers_seen, None)
+    return again.layers[after] == seen.layers[expected] and again.inputs[after] == seen.inputs[expected]
 
 
 def _with_layers_between(cuts: Sequence[tuple[_Call, Cut]], times: Sequence[int]) -> list[tuple[_Call, Cut]]:
@@ -335,7 +346,7 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _output_checksums(output: Any) -> list[int]:
+def _output_checksums(output: Any) -> list[Tensor]:
     if isinstance(output, Tensor):
         return [_checksum(output)]
     if isinstance(output, list | tuple):
@@ -346,8 +357,8 @@ def _output_checksums(output: Any) -> list[int]:
     return [_checksum(value) for value in values if isinstance(value, Tensor)]
 
 
-def _checksum(tensor: Tensor) -> int:
+def _checksum(tensor: Tensor) -> Tensor:
     """The sum of a tensor's bits, read as integers."""
     values = tensor.detach()
     values = torch.view_as_real(values) if values.is_complex() else values
-    return int(values.contiguous().view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64))
+    return values.contiguous().view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)

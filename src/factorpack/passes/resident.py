@@ -21,6 +21,9 @@ from factorpack.record import Encoded
 LIMIT_BYTES = 2 << 30
 """Weights of one network on the device: a few blocks of a model of 8 billion, so that each is read once."""
 
+_RESIDENT = "_factorpack_resident"
+"""The attribute of a network that says what reads its weights."""
+
 Loads = Mapping[str, Callable[[], Tensor]]
 """A network's tensors by name, each read when it is called."""
 
@@ -47,6 +50,7 @@ class Resident:
         """Weights on the device, the last used at the end."""
         self._in_use: Counter[str] = Counter()
         self.held_bytes, self.most_held_bytes = 0, 0
+        self.network.__dict__[_RESIDENT] = self
         with torch.inference_mode(False), torch.no_grad():
             self._attach()
 
@@ -164,8 +168,7 @@ def bytes_at_once(network: nn.Module, blocks: Sequence[nn.Module]) -> int:
 
 def resident_of(model: nn.Module) -> Resident | None:
     """What reads a network's weights; None for one that has them."""
-    found = (module.__dict__.get("forward") for module in model.modules())
-    return next((each.resident for each in found if isinstance(each, _Loading)), None)
+    return model.__dict__.get(_RESIDENT)
 
 
 def loaded(layer: nn.Module) -> nn.Module:
@@ -182,6 +185,17 @@ def copy_network(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model) if resident is None else resident.twin().network
 
 
+def tensor_of(model: nn.Module, name: str) -> Tensor | None:
+    """A network's parameter or buffer; None where it has none of that name."""
+    layer, _, key = name.rpartition(".")
+    try:
+        module = model.get_submodule(layer)
+    except AttributeError:
+        return None
+    found = module._parameters.get(key)
+    return found if found is not None else module._buffers.get(key)
+
+
 def replace_weight(model: nn.Module, name: str, encoded: Encoded, values: Tensor) -> Encoded:
     """Replaces a weight of a network by `values`, which its codes decode to; returns the codes to keep.
 
@@ -189,7 +203,10 @@ def replace_weight(model: nn.Module, name: str, encoded: Encoded, values: Tensor
     """
     resident = resident_of(model)
     if resident is None:
-        model.state_dict()[name].copy_(values)
+        target = tensor_of(model, name)
+        assert target is not None
+        with torch.no_grad():
+            target.copy_(values)
         return encoded
     kept = encoded.to("cpu")
     resident.put(name, kept)

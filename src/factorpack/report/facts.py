@@ -14,9 +14,9 @@ from factorpack.budget.norms import folded_norms
 from factorpack.errors import PlanError
 from factorpack.kinds import KINDS
 from factorpack.packed import Packed
+from factorpack.printable import printable
 from factorpack.report.differences import TensorCheck, verify
 from factorpack.report.name_groups import groups_of
-from factorpack.report.text import printable
 from factorpack.size import TensorSize
 from factorpack.source import Checkpoint
 

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from factorpack.printable import printable
 from factorpack.size import SizeReport
 
 
-def printable(text: str) -> str:
-    """Text from a file, without control codes that a terminal would obey."""
-    return "".join(
-        letter if letter.isprintable() or letter == "\n" else "\N{REPLACEMENT CHARACTER}" for letter in text
-    )
-
-
-def plain(text: str) -> str:
-    """Text from a file, safe in a table, where names may contain markup too."""
-    return escape(printable(text))
+def plain(text: str, style: str = "") -> Text:
+    """Text from a file as a cell of a table, where a string would be read as markup."""
+    return Text(printable(text), style)
 
 
 def human_bytes(count: float) -> str:

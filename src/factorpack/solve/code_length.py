@@ -77,6 +77,13 @@ class CodeLengths:
         )
 
 
+def free_lengths(batch: int, rows: int, columns: int, device: torch.device) -> CodeLengths:
+    """Codes that all take nothing, so that values are rounded to the nearest."""
+    table = torch.zeros(batch, CLASSES, 2 * REACH + 1, device=device)
+    classes = torch.zeros(batch, max(rows, columns), dtype=torch.long, device=device)
+    return CodeLengths(table, classes[:, :rows], classes[:, :columns], 0.0)
+
+
 def fit_lengths(values: Tensor, price: float = HIGH_RATE, rounds: int = 2) -> CodeLengths:
     """Fits code lengths to (batch, rows, columns) values in units of the step."""
     size = values.abs()

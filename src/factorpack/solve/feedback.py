@@ -7,12 +7,13 @@ tr(E H E^T) = sum_j ||e_j||^2.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from factorpack.solve.code_length import CodeLengths
+from factorpack.solve.code_length import CodeLengths, free_lengths
 from factorpack.solve.trellis_search import TrellisLengths
 
 BLOCK = 128
@@ -32,6 +33,17 @@ class ColumnRounding(Protocol):
 
 def round_to_nearest(column: int, values: Tensor) -> Tensor:  # noqa: ARG001
     return values.round()
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """Rounds to the nearest of the codes from `low` to `high`."""
+
+    low: int
+    high: int
+
+    def __call__(self, column: int, values: Tensor) -> Tensor:  # noqa: ARG002
+        return values.round().clamp_(self.low, self.high)
 
 
 def feedback_factor(second: Tensor, damping: float = 0.01) -> Tensor:
@@ -110,10 +122,13 @@ def _round_block(
     block: Tensor, factor: Tensor, start: int, step: Tensor, rounding: ColumnRounding
 ) -> tuple[Tensor, Tensor]:
     """Codes of a block of columns, from `start` on, and their residues e_j."""
-    if block.is_cuda and isinstance(rounding, CodeLengths):
+    if block.is_cuda and isinstance(rounding, CodeLengths | Nearest):
         from factorpack.solve.feedback_triton import round_block  # triton is there only with a GPU
 
-        return round_block(block, factor, start, step, rounding)
+        if isinstance(rounding, CodeLengths):
+            return round_block(block, factor, start, step, rounding)
+        free = free_lengths(len(block), block.shape[1], factor.shape[-1], block.device)
+        return round_block(block, factor, start, step, free, (rounding.low, rounding.high))
     if block.is_cuda and isinstance(rounding, TrellisLengths):
         from factorpack.solve.trellis_triton import round_block as round_block_of_paths
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import torch
 import triton
 import triton.language as tl
@@ -28,6 +30,8 @@ def _round_block(  # type: ignore[no-untyped-def]
     size,
     factor_stride,
     price,
+    lowest,
+    highest,
     width: tl.constexpr,
     N: tl.constexpr,
     ROWS: tl.constexpr,
@@ -59,6 +63,7 @@ def _round_block(  # type: ignore[no-untyped-def]
         gain = tl.load(saved + offset + spot)
         worse = 1.0 + 2.0 * side * (value - near)
         code = tl.where(worse < price * gain, near - side, near)
+        code = tl.minimum(tl.maximum(code, lowest), highest)
         residue = (number - code * unit) / own
         left -= residue[:, None] * tl.where(column > index, across, 0.0)[None, :]
         tl.store(codes + line * width + index, code, here)
@@ -66,7 +71,12 @@ def _round_block(  # type: ignore[no-untyped-def]
 
 
 def round_block(
-    block: Tensor, factor: Tensor, first: int, step: Tensor, lengths: CodeLengths
+    block: Tensor,
+    factor: Tensor,
+    first: int,
+    step: Tensor,
+    lengths: CodeLengths,
+    limits: tuple[float, float] = (-inf, inf),
 ) -> tuple[Tensor, Tensor]:
     """Codes of (elements, rows, width) values, columns `first` on, and their residues: see feedback.py."""
     elements, element_rows, width = block.shape
@@ -89,6 +99,8 @@ def round_block(
         size,
         size * size,
         lengths.price,
+        float(limits[0]),
+        float(limits[1]),
         width=width,
         N=max(triton.next_power_of_2(width), 16),
         ROWS=ROWS,
