@@ -118,13 +118,13 @@ def _options(
     """Makes trained PyTorch models many times smaller, in one safe file."""
 
 
-def _exit_on_sigterm() -> None:
+def exit_on_sigterm() -> None:
     """SIGTERM ends a command as Ctrl+C does, with all that is cleaned up on the way out."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def main() -> None:
-    _exit_on_sigterm()
+    exit_on_sigterm()
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
