@@ -84,17 +84,29 @@ class Packed(Mapping[str, Encoded]):
         return state | {alias: state[target] for alias, target in self.aliases.items()}
 
     def decode_to(self, path: str | Path, progress: bool = True) -> None:
-        """Writes the decoded weights as an ordinary safetensors file, holding one tensor at a time."""
-        check_output(Path(path), self.path)
-        shapes = self.shapes()
-        with Progress("decoding", sum(math.prod(shape) for _, shape in shapes.values()), progress) as bar:
-            write_plain(Path(path), shapes, self._decoded(shapes, bar))
+        """Writes the decoded weights as an ordinary safetensors file, holding one tensor at a time.
 
-    def _decoded(self, names: Iterable[str], bar: Progress) -> Iterator[Tensor]:
-        for name in names:
-            weight = decode(self[name])
-            yield weight
-            bar.advance(name, weight.numel())
+        Tied tensors are decoded once and written under each of their names.
+        """
+        check_output(Path(path), self.path)
+        shapes, names = self.shapes(), self._names()
+        ordered = {name: shapes[name] for own in names.values() for name in own}
+        with Progress("decoding", sum(math.prod(shape) for _, shape in shapes.values()), progress) as bar:
+            write_plain(Path(path), ordered, self._decoded(names, bar))
+
+    def _names(self) -> dict[str, list[str]]:
+        """Every tensor, with its name and its aliases."""
+        names = {name: [name] for name in self}
+        for alias, target in self.aliases.items():
+            names[target].append(alias)
+        return names
+
+    def _decoded(self, names: Mapping[str, Iterable[str]], bar: Progress) -> Iterator[Tensor]:
+        for target, own in names.items():
+            weight = decode(self[target])
+            for name in own:
+                yield weight
+                bar.advance(name, weight.numel())
 
     def load_into(self, model: nn.Module) -> nn.Module:
         """Decodes straight into a model's tensors, one at a time. Names and shapes must fit exactly."""
@@ -163,9 +175,13 @@ def save(packed: Packed, path: str | Path) -> None:
     packed._reader = Reader(path)
 
 
-def load(path: str | Path) -> Packed:
-    """Opens a packed file. Everything is checked now; tensors are read when they are used."""
-    reader = Reader(path)
+def load(path: str | Path, max_bytes: int | None = None) -> Packed:
+    """Opens a packed file. Everything is checked now; tensors are read, and checked again, when they are used.
+
+    A file that would decode to more than `max_bytes`, tied tensors counted under each of their names, is
+    refused before any of it is decoded.
+    """
+    reader = Reader(path, max_bytes)
     return Packed(reader, reader.schema.aliases, reader)
 
 

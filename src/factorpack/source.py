@@ -131,8 +131,12 @@ def _working_folder_last() -> Iterator[None]:
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """A sort key that puts `layer10` after `layer9`."""
-    return [(1, int(word), "") if word.isdecimal() else (0, 0, word) for word in re.split(r"(\d+)", name)]
+    """A sort key that puts `layer10` after `layer9`, for numbers of any length."""
+    # Every second word is a number: the one with more digits is larger.
+    return [
+        (1, len(digits := word.lstrip("0")), digits) if place % 2 else (0, 0, word)
+        for place, word in enumerate(re.split(r"(\d+)", name))
+    ]
 
 
 def checksum_of(values: Tensor) -> str:

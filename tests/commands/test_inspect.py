@@ -40,3 +40,17 @@ def test_brackets_in_a_path_are_no_markup(
     for named, *words in commands:
         assert run(monkeypatch, *words) == 0
         assert f"{named}: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [("inspect",), ("verify",), ("decode", "-o", "back.safetensors")])
+def test_a_file_that_decodes_to_too_much_is_refused(
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fp.save(fp.compress({"w": torch.ones(30)}, progress=False), "x.safetensors")
+    assert run(monkeypatch, *words, "x.safetensors", "--max-bytes", "119") == 2
+    assert "declares 120 decoded bytes, allowed are 119" in " ".join(capsys.readouterr().err.split())
+    assert run(monkeypatch, *words, "x.safetensors", "--max-bytes", "120") == 0

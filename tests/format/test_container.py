@@ -128,7 +128,7 @@ def test_large_streams_get_entries_of_their_own(tmp_path: Path):
     model = {"a": wide(4, 8), "b": wide(128, 128), "c": wide(4, 9), "d": wide(130, 128)}
     write_packed(tmp_path / "file", model)
     reader = Reader(tmp_path / "file")
-    assert sorted(reader._file.keys()) == ["b", "d", "factorpack.small"]
+    assert sorted(reader._file.entries) == ["b", "d", "factorpack.small"]
     for name, encoded in model.items():
         assert_same_encoded(reader[name], encoded)
 
@@ -139,7 +139,7 @@ def test_the_limit_of_a_small_stream(tmp_path: Path, spare: int):
     write_packed(
         tmp_path / "file", {"a": Encoded("keep", tuple(values.shape), torch.uint8, {"values": values})}
     )
-    assert Reader(tmp_path / "file")._file.keys() == (["factorpack.small"] if spare else ["a"])
+    assert list(Reader(tmp_path / "file")._file.entries) == (["factorpack.small"] if spare else ["a"])
 
 
 def test_sizes_add_up_to_the_file(tmp_path: Path):

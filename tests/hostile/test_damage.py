@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+import factorpack as fp
 from factorpack.errors import FormatError
 from factorpack.format import schema
-from factorpack.format.container import METADATA_KEY, Reader
+from factorpack.format.container import METADATA_KEY, SMALL_BYTES, Reader
 from factorpack.format.schema import SMALL
+from factorpack.record import Encoded
 from tests.golden.make import GOLDEN, tensors
-from tests.helpers import little_memory
+from tests.helpers import assert_same_encoded, little_memory, write_packed
 from tests.tampered import compact, container_of, envelope_of, take_apart
 
 BLOB = GOLDEN.read_bytes()
@@ -190,3 +194,53 @@ def test_no_file_and_no_folder(tmp_path: Path):
         Reader(tmp_path / "none")
     with pytest.raises(FormatError, match="there is no file"):
         Reader(tmp_path)
+
+
+def values_of(size: int) -> Encoded:
+    return Encoded("keep", (size,), torch.uint8, {"values": torch.arange(size).to(torch.uint8)})
+
+
+class TestChangedWhileOpen:
+    """What happens to a file after it was opened: the bytes that were checked, or an error."""
+
+    @pytest.fixture
+    def opened(self, path: Path) -> fp.Packed:
+        write_packed(path, {"small": values_of(100), "large": values_of(2 * SMALL_BYTES)})
+        return fp.load(path)
+
+    @pytest.mark.parametrize("name", ["small", "large"])
+    def test_overwritten(self, path: Path, opened: fp.Packed, name: str) -> None:
+        starts = opened._reader._starts  # type: ignore[union-attr]
+        with path.open("r+b") as file:
+            file.seek(starts[name] + 7)
+            file.write(b"\xff")
+        with pytest.raises(FormatError, match=f"tensor '{name}': the checksum does not match"):
+            opened.state_dict()
+        assert opened[{"small": "large", "large": "small"}[name]].numel
+
+    @pytest.mark.parametrize("length", [0, 8, 5000, -1])
+    def test_cut_short(self, path: Path, opened: fp.Packed, length: int) -> None:
+        """A map into memory would end the process here."""
+        with path.open("r+b") as file:
+            file.truncate(length % path.stat().st_size)
+        with pytest.raises(FormatError, match="has been cut short"):
+            opened.state_dict()
+
+    def test_replaced(self, path: Path, opened: fp.Packed) -> None:
+        other = path.with_name("other")
+        write_packed(other, {"small": values_of(3), "large": values_of(5)})
+        other.rename(path)
+        assert_same_encoded(opened["large"], values_of(2 * SMALL_BYTES))
+        assert fp.load(path)["large"].shape == (5,)
+
+    def test_nothing_is_copied_from_a_damaged_file(self, path: Path, opened: fp.Packed) -> None:
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size - 1)
+        with pytest.raises(FormatError, match="has been cut short"):
+            fp.save(opened, path.with_name("copy"))
+        assert not path.with_name("copy").exists()
+
+    def test_handles_are_closed(self, path: Path) -> None:
+        handle = Reader(path)._file._handle
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(handle)

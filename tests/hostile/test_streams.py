@@ -179,6 +179,10 @@ CHUNKS: dict[str, tuple[Change, str]] = {
     "the highest model": (patched(NAMES + 7, b"\x80"), "in binary, where there are 4"),
     "longer than the stream": (patched(FIRST_LENGTH, b"\xff\xff\xff\xff"), "chunks of 4294967"),
     "another version": (patched(CHUNKS_AT - 2, b"\xff\xff"), "the chunks have another version"),
+    "an older version": (
+        patched(CHUNKS_AT - 2, b"\4\0"),
+        "the chunks have another version: [4, 0], expected [4, 1]",
+    ),
     "differences": (patched(CHUNKS_AT, b"\x10"), "a chunk does not hold plain values"),
     "multiples": (patched(CHUNKS_AT, b"\x01"), "a chunk does not hold plain values"),
     "an empty chunk": (

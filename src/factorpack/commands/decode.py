@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from factorpack.commands.console import print_json, print_line
-from factorpack.commands.options import Json, Output, PackedFile
+from factorpack.commands.options import DecodedBytes, Json, Output, PackedFile
 from factorpack.format.overwrite import check_output
 from factorpack.packed import load
 from factorpack.report.text import human_bytes
 
 
-def decode(file: PackedFile, output: Output, as_json: Json = False) -> None:
+def decode(file: PackedFile, output: Output, max_bytes: DecodedBytes = None, as_json: Json = False) -> None:
     """Decode a packed file into an ordinary .safetensors checkpoint.
 
     Example:
@@ -17,7 +17,7 @@ def decode(file: PackedFile, output: Output, as_json: Json = False) -> None:
         factorpack decode resnet18.packed.safetensors -o resnet18.safetensors
     """
     check_output(output, file)
-    load(file).decode_to(output, progress=not as_json)
+    load(file, max_bytes).decode_to(output, progress=not as_json)
     written = output.stat().st_size
     if as_json:
         print_json({"path": str(output), "bytes": written})

@@ -12,6 +12,9 @@ DATA_HELP = "A folder with one folder per class, or with train/ and val/ in it."
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 PackedFile = Annotated[Path, typer.Argument(metavar="FILE", help="A packed file.", show_default=False)]
+DecodedBytes = Annotated[
+    int | None, typer.Option("--max-bytes", help="Refuse a file that decodes to more bytes than this.")
+]
 Source = Annotated[
     Path,
     typer.Argument(

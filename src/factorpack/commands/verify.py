@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from factorpack.commands.console import console, print_json, print_line
-from factorpack.commands.options import Json, PackedFile
+from factorpack.commands.options import DecodedBytes, Json, PackedFile
 from factorpack.packed import load
 from factorpack.report.differences import TensorCheck
 from factorpack.report.differences import verify as verify_packed
@@ -22,6 +22,7 @@ def verify(
     against: Annotated[
         Path | None, typer.Option(help="The checkpoint it was made from: report the error of each tensor.")
     ] = None,
+    max_bytes: DecodedBytes = None,
     as_json: Json = False,
 ) -> None:
     """Check a packed file, and compare it with the original checkpoint.
@@ -33,7 +34,7 @@ def verify(
 
         factorpack verify resnet18.packed.safetensors --against resnet18.safetensors
     """
-    checks = list(verify_packed(load(file), against))
+    checks = list(verify_packed(load(file, max_bytes), against))
     problems = [check for check in checks if check.problem]
     if as_json:
         rows = [{key: getattr(check, key) for key in REPORTED} for check in checks]

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from factorpack.format.classes import Classes, Classing
-from factorpack.format.symbols import Codes, Symbols
+from factorpack.format.symbols import Codes, Symbols, count_values
 
 _SLAB = 1 << 18
 """Codes whose columns are reordered at a time, so that they stay in a core's cache."""
@@ -18,7 +18,8 @@ def places(classing: Classing, models: int) -> list[list[tuple[slice, slice]]]:
     found: list[list[tuple[slice, slice]]] = [[] for _ in range(models)]
     for row, (top, bottom) in enumerate(pairwise(_bounds(classing.rows))):
         for column, (left, right) in enumerate(pairwise(_bounds(classing.columns))):
-            found[row + column].append((slice(top, bottom), slice(left, right)))
+            if top < bottom and left < right:
+                found[row + column].append((slice(top, bottom), slice(left, right)))
     return found
 
 
@@ -45,8 +46,12 @@ def to_matrix(ordered: Codes, classing: Classing) -> Codes:
     if not classing.rows.any() and not classing.columns.any():
         return ordered
     rows, columns = (np.argsort(classes, kind="stable") for classes in (classing.rows, classing.columns))
-    ranks = np.argsort(columns)
     matrix = np.empty_like(ordered)
+    if len(columns) > _SLAB:  # ranks would take eight more bytes per column
+        for row, own in zip(rows, ordered, strict=True):
+            matrix[row][columns] = own
+        return matrix
+    ranks = np.argsort(columns)
     height = max(1, _SLAB // max(len(ranks), 1))
     for top in range(0, len(rows), height):
         matrix[rows[top : top + height]] = ordered[top : top + height].take(ranks, 1)
@@ -55,4 +60,4 @@ def to_matrix(ordered: Codes, classing: Classing) -> Codes:
 
 def _bounds(classes: Classes) -> list[int]:
     """Where each class begins, once sorted, and the end."""
-    return [0, *np.cumsum(np.bincount(classes, minlength=1)).tolist()]
+    return [0, *np.cumsum(count_values(classes, 1)).tolist()]

@@ -18,7 +18,8 @@ from factorpack.format.symbols import Symbols, SymbolType
 
 LENGTH = struct.Struct("<I")
 """The lengths of all chunks come before the tables."""
-_VERSION = bytes(wrapped.FileCompressor().write_header())
+_VERSION = bytes([4, 1])
+"""Of the chunks' format; readers know no other."""
 _LEVEL = 10
 """From 0 to 12: finer tables than the default of 8, and as fast to decode."""
 _CLASSIC = b"\0"
@@ -75,10 +76,12 @@ class Chunks:
         self._data, self._lengths = data, iter(lengths)
         self._at = start + len(_VERSION)
         if lengths:
-            try:
-                self._reader, _ = wrapped.FileDecompressor.new(data[start : self._at])
-            except RuntimeError as error:
-                raise FormatError(f"the chunks have another version: {error}") from error
+            found = data[start : self._at]
+            if found != _VERSION:
+                raise FormatError(
+                    f"the chunks have another version: {list(found)}, expected {list(_VERSION)}"
+                )
+            self._reader, _ = wrapped.FileDecompressor.new(found)
 
     def next(self, count: int, dtype: SymbolType) -> Symbols:
         length = next(self._lengths)

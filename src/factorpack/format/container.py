@@ -23,8 +23,10 @@ from factorpack.errors import FormatError, SourceError
 from factorpack.format import schema as schemas
 from factorpack.format.atomic import atomic_write
 from factorpack.format.encode_workers import EncodeCodes, encode_codes
+from factorpack.format.safetensors_file import SafetensorsFile
 from factorpack.format.schema import RESERVED, SMALL, PartRow, Schema, TensorRow
 from factorpack.format.streams import decode_part, encode_part, raw_bytes, split_of, states_of
+from factorpack.format.untrusted_json import short, shown
 from factorpack.kinds import KINDS
 from factorpack.record import DTYPES, Encoded, dtype_name
 
@@ -53,15 +55,19 @@ SAFETENSORS_TYPES = {
 
 
 def safetensors_header(
-    entries: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: dict[str, str]
+    entries: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: dict[str, str], least_bytes: int = 0
 ) -> bytes:
-    """The header of a safetensors file whose entries, (name, type, shape, bytes), follow in this order."""
+    """The header of a safetensors file whose entries, (name, type, shape, bytes), follow in this order.
+
+    Spaces at its end make it `least_bytes` long, where it is shorter.
+    """
     table: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     start = 0
     for name, kind, shape, count in entries:
         table[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, start + count]}
         start += count
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * max(0, least_bytes - len(text) - 8)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -90,9 +96,10 @@ def check_target(path: Path) -> None:
 def file_header(rows: Sequence[TensorRow], aliases: Mapping[str, str]) -> bytes:
     """What a packed file of these tensors begins with; their streams follow `sort_for_file`."""
     schemas.check_aliases({row.name for row in rows}, aliases)
-    metadata = schemas.dump(Schema(tuple(rows), aliases))
+    metadata, file_bytes = schemas.dump_measured(Schema(tuple(rows), aliases))
     entries = [(name, "U8", (size,), size) for name, size in _entry_sizes(rows).items()]
-    return safetensors_header(entries, {METADATA_KEY: metadata})
+    stream_bytes = sum(row.stored_bytes for row in rows)
+    return safetensors_header(entries, {METADATA_KEY: metadata}, file_bytes - stream_bytes)
 
 
 def sort_for_file(rows: Iterable[TensorRow]) -> list[TensorRow]:
@@ -170,34 +177,28 @@ class Reader(Mapping[str, Encoded]):
     """The tensors of a packed file, each decoded to an `Encoded` when it is read.
 
     Opening checks the container, the schema and every checksum. The file's own size bounds every allocation,
-    and nothing in the file is ever executed.
+    and nothing in the file is ever executed. `max_bytes` refuses a file that declares more decoded bytes.
+    A tensor's checksum is checked again when it is read, so a file that has changed since is found.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, max_bytes: int | None = None) -> None:
         self.path = Path(path)
-        if not self.path.is_file():
-            raise FormatError(f"there is no file {self.path}")
-        try:
-            self._file = safe_open(self.path, framework="numpy")
-            metadata = self._file.metadata() or {}
-            _check_header(self.path)
-        except (SafetensorError, OSError) as error:
-            raise FormatError(f"{self.path} is not a complete safetensors file: {error}") from error
-        if set(metadata) != {METADATA_KEY}:
+        self._file = SafetensorsFile(self.path)
+        self.file_bytes = self._file.bytes
+        if set(self._file.metadata) != {METADATA_KEY}:
             raise FormatError(
-                f"{self.path} is not a packed file: its metadata holds {sorted(metadata)}, "
+                f"{self.path} is not a packed file: its metadata holds {short(sorted(self._file.metadata))}, "
                 f"expected {METADATA_KEY!r} alone"
             )
-        self.file_bytes = self.path.stat().st_size
-        self.schema = schemas.parse(metadata[METADATA_KEY])
+        self.schema = schemas.parse(self._file.metadata[METADATA_KEY], self.file_bytes)
+        if max_bytes is not None and self.schema.declared_bytes > max_bytes:
+            raise FormatError(
+                f"{self.path} declares {self.schema.declared_bytes} decoded bytes, allowed are {max_bytes}"
+            )
         self.rows = {row.name: row for row in self.schema.tensors}
-        self._check_entries()
-        self._small_start = _small_starts(self.schema.tensors)
-        has_small = SMALL in self._file.keys()  # noqa: SIM118, a method and not a mapping
-        self._small: NDArray[np.uint8] = self._file.get_tensor(SMALL) if has_small else np.zeros(0, np.uint8)
+        self._starts = _stream_starts(self.schema.tensors, self._file)
         for row in self.schema.tensors:
-            if zlib.crc32(self._stream(row).data) != row.crc:
-                raise FormatError(f"tensor {row.name!r}: the checksum does not match, the file is damaged")
+            self._stream(row)
 
     @property
     def header_bytes(self) -> int:
@@ -206,10 +207,11 @@ class Reader(Mapping[str, Encoded]):
 
     def __getitem__(self, name: str) -> Encoded:
         row = self.rows[name]
+        stream = self._stream(row)
         try:
-            return _read_row(row, self._stream(row).tobytes())
+            return _read_row(row, stream)
         except FormatError as error:
-            raise FormatError(f"tensor {name!r}: {error}") from error
+            raise FormatError(f"tensor {shown(name)}: {error}") from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.rows)
@@ -222,27 +224,14 @@ class Reader(Mapping[str, Encoded]):
 
     def stream(self, name: str) -> NDArray[np.uint8]:
         """A tensor's bytes as they are stored."""
-        return self._stream(self.rows[name])
+        return np.frombuffer(self._stream(self.rows[name]), np.uint8)
 
-    def _check_entries(self) -> None:
-        expected = _entry_sizes(self.schema.tensors)
-        if set(self._file.keys()) != set(expected):
-            odd = sorted(set(self._file.keys()) ^ set(expected))
-            raise FormatError(f"schema and container disagree on the entries {odd[:3]}")
-        for name, size in expected.items():
-            entry = self._file.get_slice(name)
-            if entry.get_dtype() != "U8" or entry.get_shape() != [size]:
-                raise FormatError(
-                    f"tensor {name!r}: the container holds {entry.get_dtype()} {entry.get_shape()}, "
-                    f"the schema expects {size} bytes"
-                )
-
-    def _stream(self, row: TensorRow) -> NDArray[np.uint8]:
-        if not _is_small(row):
-            stream: NDArray[np.uint8] = self._file.get_tensor(row.name)
-            return stream
-        start = self._small_start[row.name]
-        return self._small[start : start + row.stored_bytes]
+    def _stream(self, row: TensorRow) -> bytes:
+        """A tensor's bytes as they are in the file now, with the checksum that they had when it was written."""
+        stream = self._file.read(self._starts[row.name], row.stored_bytes)
+        if zlib.crc32(stream) != row.crc:
+            raise FormatError(f"tensor {shown(row.name)}: the checksum does not match, the file is damaged")
+        return stream
 
 
 def stored(name: str, encoded: Encoded, encode: EncodeCodes = encode_codes) -> tuple[TensorRow, bytes]:
@@ -257,7 +246,8 @@ def stored(name: str, encoded: Encoded, encode: EncodeCodes = encode_codes) -> t
         parts[part_name] = PartRow(codec, spec, len(data))
         streams.append(data)
     numel = schemas.largest_numel(encoded.shape, specs(encoded).values())
-    filler_bytes = schemas.count_filler(numel, sum(map(len, streams)))
+    operations = KINDS[encoded.kind].operations(encoded.shape, specs(encoded))
+    filler_bytes = schemas.count_filler(numel, sum(map(len, streams)), operations)
     stream = b"".join([*streams, bytes(filler_bytes)])
     row = TensorRow(
         name,
@@ -303,10 +293,25 @@ def _read_row(row: TensorRow, stream: bytes) -> Encoded:
     return encoded
 
 
-def _check_header(path: Path) -> None:
-    """Refuses a name that appears twice in the header: safetensors would silently use the last."""
-    with path.open("rb") as file:
-        schemas.strict_json(file.read(int.from_bytes(file.read(8), "little")))
+def _stream_starts(rows: Sequence[TensorRow], file: SafetensorsFile) -> dict[str, int]:
+    """Where in the file each tensor's stream begins; the entries must be those that the schema needs."""
+    expected = _entry_sizes(rows)
+    if set(file.entries) != set(expected):
+        odd = sorted(set(file.entries) ^ set(expected))
+        raise FormatError(f"schema and container disagree on the entries {odd[:3]}")
+    starts = {}
+    for name, size in expected.items():
+        found = file.entries[name]
+        if found["dtype"] != "U8" or found["shape"] != [size]:
+            raise FormatError(
+                f"tensor {shown(name)}: the container holds {found['dtype']} {found['shape']}, "
+                f"the schema expects {size} bytes"
+            )
+        starts[name] = file.first + found["data_offsets"][0]
+    small = starts.pop(SMALL, 0)
+    for row in filter(_is_small, rows):
+        starts[row.name], small = small, small + row.stored_bytes
+    return starts
 
 
 def _is_small(row: TensorRow) -> bool:
@@ -318,15 +323,6 @@ def _entry_sizes(rows: Sequence[TensorRow]) -> dict[str, int]:
     sizes = {row.name: row.stored_bytes for row in rows if not _is_small(row)}
     small = sum(row.stored_bytes for row in rows if _is_small(row))
     return {**sizes, SMALL: small} if small else sizes
-
-
-def _small_starts(rows: Iterable[TensorRow]) -> dict[str, int]:
-    starts, position = {}, 0
-    for row in rows:
-        if _is_small(row):
-            starts[row.name] = position
-            position += row.stored_bytes
-    return starts
 
 
 def write_plain(

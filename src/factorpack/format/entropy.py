@@ -38,6 +38,8 @@ _CHUNK_BYTES = 34
 """What one chunk adds to a stream, on average."""
 _LEAST_CHUNK_BYTES = 12
 """What hardly any chunk stays below."""
+_SLAB = 1 << 18
+"""Symbols that are looked up at a time."""
 
 Coder = Any
 """constriction's AnsCoder, which has no types."""
@@ -126,7 +128,8 @@ def decode(data: bytes, rows: int, columns: int) -> Codes:
         raise FormatError(f"chunks of {sum(lengths)} bytes in an entropy-coded stream of {len(data)}")
     coder = open_coder(data[start + taken : end])
     height = header.split or rows
-    classing = Classing(pop(coder, height, of_rows), pop(coder, rows * columns // height, of_columns))
+    row_class = pop(coder, height, of_rows).astype(np.uint8)
+    classing = Classing(row_class, pop(coder, rows * columns // height, of_columns).astype(np.uint8))
     codes = _pop_matrix(coder, Chunks(data, end, lengths), classing, models, header)
     if not coder.is_empty():
         raise FormatError("an entropy-coded message is longer than its codes")
@@ -151,17 +154,32 @@ def _pop_matrix(
     ordered: Codes = np.empty((len(classing.rows), len(classing.columns)), order.dtype)
     for model, (own, frequencies) in enumerate(zip(places(classing, len(models)), models, strict=True)):
         counts = [ordered[place].size for place in own]
+        if not own and model not in chunked:
+            continue
         if model in chunked:
             symbols = large.next(sum(counts), symbol_type(header.symbols))
             if int(symbols.max(initial=0)) >= header.symbols:
                 raise FormatError(f"a chunk has symbol {symbols.max()}, the last one is {header.symbols - 1}")
             codes, at = codes_of(symbols, order), 0
         else:
-            codes, at = order.take(pop(coder, sum(counts), frequencies)), 0
+            codes, at = _pop_codes(coder, sum(counts), frequencies, order), 0
         for place, count in zip(own, counts, strict=True):
             ordered[place] = codes[at : at + count].reshape(ordered[place].shape)
             at += count
     return to_matrix(ordered, classing)
+
+
+def _pop_codes(coder: Coder, count: int, frequencies: Counts, order: Codes) -> Codes:
+    """The next codes of a message, slab by slab: a symbol takes twelve bytes until its code is looked up."""
+    if count <= _SLAB:
+        return order.take(pop(coder, count, frequencies))
+    if len(frequencies) == 1:
+        return np.full(count, order[0])
+    codes, model = np.empty(count, order.dtype), tables.model(frequencies)
+    for start in range(0, count, _SLAB):
+        own = codes[start : start + _SLAB]
+        own[:] = order.take(coder.decode(model, len(own)))
+    return codes
 
 
 def push(coder: Coder, symbols: NDArray[np.integer], frequencies: Counts) -> None:

@@ -18,9 +18,11 @@ from factorpack.format.bitpack import bit_string_bytes, pack, unpack
 MIN_TOTAL_BITS, MAX_TOTAL_BITS = 8, 16
 """The frequencies of a table sum to 2^t, with t between these."""
 _MODEL_BITS = 24
+_SLAB = 1 << 18
+"""Frequencies that are read at a time: sixty tables of sixty thousand would take much memory."""
 
-Counts = NDArray[np.int64]
-Bits = NDArray[np.uint8]
+Counts = NDArray[np.signedinteger]
+Bits = NDArray[np.integer]
 
 
 def normalized(counts: Counts, total_bits: int) -> Counts:
@@ -120,40 +122,49 @@ def _read_values(data: bytes, stored: Counts, total_bits: int) -> tuple[Counts, 
     # No frequency takes more than a change of length from 0 to t + 1, or back, and a mantissa.
     longest = bit_string_bytes(count, 3 * total_bits + 4)
     bits = np.unpackbits(np.frombuffer(data[:longest], np.uint8), bitorder="little")
-    ends = np.flatnonzero(bits)[:count]
+    ends = np.flatnonzero(bits)[:count].astype(np.int32)
     if len(ends) < count:
         raise FormatError("the tables of an entropy coder are cut short")
-    lengths = _lengths_of(np.diff(ends, prepend=-1) - 1, stored, total_bits)
-    values, end = _mantissas(bits, int(ends[-1]) + 1 if count else 0, lengths)
+    begin = int(ends[-1]) + 1 if count else 0
+    # A step beyond 64 leaves the range of lengths, however far.
+    steps = np.minimum(np.diff(ends, prepend=np.int32(-1)) - 1, 127).astype(np.int8)
+    del ends
+    values, end = _mantissas(bits, begin, _lengths_of(steps, stored, total_bits))
     taken = bit_string_bytes(end, 1)
     if bits[end : 8 * taken].any():
         raise FormatError("bits are set after the last frequency")
     return values, taken
 
 
-def _lengths_of(steps: Counts, stored: Counts, total_bits: int) -> Counts:
+def _lengths_of(steps: Bits, stored: Counts, total_bits: int) -> Bits:
     """The inverse of `_steps`, for tables one after the other."""
-    drops = np.where(steps % 2, (steps + 1) // 2, -(steps // 2))
-    fallen = np.concatenate([[0], np.cumsum(drops)])
+    drops = np.where(steps % 2, (steps >> 1) + 1, -(steps >> 1)).astype(np.int8)
+    fallen = np.concatenate([[0], np.cumsum(drops, dtype=np.int32)], dtype=np.int32)
     before = np.repeat(fallen[np.cumsum(stored) - stored], stored)  # the sum at the end of the last table
-    lengths = total_bits - 2 - (fallen[1:] - before)
+    before -= fallen[1:]
+    lengths = before + (total_bits - 2)
     if lengths.size and (int(lengths.min()) < 0 or int(lengths.max()) > total_bits + 1):
         found = f"{lengths.min()} to {lengths.max()}"
         raise FormatError(f"a frequency of {found} bits, allowed are 0 to {total_bits + 1}")
-    return np.asarray(lengths)
+    return lengths.astype(np.int8)
 
 
-def _mantissas(bits: Bits, begin: int, lengths: Counts) -> tuple[Counts, int]:
+def _mantissas(bits: Bits, begin: int, lengths: Bits) -> tuple[Counts, int]:
     """Frequencies of known bit lengths, whose lower bits start at `begin`, and where these end."""
     widths = np.maximum(lengths - 1, 0)
-    places = begin + np.cumsum(widths) - widths
     end = begin + int(widths.sum())
     if end > len(bits):
         raise FormatError("the tables of an entropy coder are cut short")
-    values = np.where(lengths > 0, 1 << widths, 0)
-    for bit in range(int(widths.max(initial=0))):
-        has = widths > bit
-        values[has] |= bits[places[has] + bit].astype(np.int64) << bit
+    values = np.empty(len(lengths), np.int32)
+    for start in range(0, len(values), _SLAB):
+        own = slice(start, start + _SLAB)
+        width, value = widths[own], np.where(lengths[own] > 0, 1 << widths[own].astype(np.int32), 0)
+        places = begin + np.cumsum(width, dtype=np.int64) - width
+        for bit in range(int(width.max(initial=0))):
+            has = width > bit
+            value[has] |= bits[places[has] + bit].astype(np.int32) << bit
+        values[own] = value
+        begin += int(width.sum())
     return values, end
 
 
@@ -165,7 +176,7 @@ def _add_first(values: Counts, sizes: Sequence[int], total_bits: int) -> list[Co
         first = (1 << total_bits) - int(rest.sum())
         if first < 0:
             raise FormatError(f"the frequencies of an entropy model exceed {1 << total_bits}")
-        found.append(np.concatenate([[first], rest]))
+        found.append(np.concatenate([[first], rest], dtype=np.int32))
         at += size - 1
     return found
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import math
-import reprlib
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +14,17 @@ from factorpack.decoding import check
 from factorpack.errors import FormatError
 from factorpack.format.bitpack import bit_string_bytes
 from factorpack.format.streams import ANS, CODECS, PACKED, RAW, TRELLIS, raw_size
+from factorpack.format.untrusted_json import (
+    Extent,
+    inflate,
+    least_file_bytes,
+    most_text,
+    most_values,
+    parse_counted,
+    parse_json,
+    short,
+    shown,
+)
 from factorpack.kinds import KINDS
 from factorpack.kinds.base import PartSpec, Specs
 from factorpack.quantize.trellis import MEMORY
@@ -28,6 +37,10 @@ MAX_JSON_BYTES = 1 << 25
 MAX_DIMENSIONS = 8
 EXPANSION = 1024
 """A tensor of m elements takes at least m / EXPANSION bytes, so that no small file can request much memory."""
+OPERATIONS = 1 << 18
+"""A tensor that takes m multiplications to decode takes at least m / OPERATIONS bytes: no file takes long."""
+FREE_ALIASED, LEAST_ALIASED = 1 << 20, 1 << 14
+"""Elements of aliases that any file may have; EXPANSION holds for the others. An alias counts as some at least."""
 SMALL = "factorpack.small"
 RESERVED = (SMALL, "__metadata__")
 """Names the container uses itself."""
@@ -61,6 +74,15 @@ class TensorRow:
     stored_bytes: int = field(init=False)
     """Size of the whole stream."""
 
+    @property
+    def specs(self) -> dict[str, PartSpec]:
+        return {name: part.spec for name, part in self.parts.items()}
+
+    @property
+    def declared_bytes(self) -> int:
+        """Bytes of the decoded tensor, or of its largest part in the same type."""
+        return DTYPES[self.dtype].itemsize * largest_numel(self.shape, self.specs.values())
+
     def __post_init__(self) -> None:
         parts = sum(part.stored_bytes for part in self.parts.values())
         object.__setattr__(self, "stored_bytes", parts + self.filler_bytes)
@@ -71,15 +93,31 @@ class Schema:
     tensors: tuple[TensorRow, ...]
     aliases: Mapping[str, str]
 
+    @property
+    def declared_bytes(self) -> int:
+        """Bytes of all decoded tensors, under all their names.
+
+        Where a tensor has a part with more elements than itself, these count in its place.
+        """
+        sizes = {row.name: row.declared_bytes for row in self.tensors}
+        return sum(sizes.values()) + sum(sizes[target] for target in self.aliases.values())
+
+    @property
+    def aliased_elements(self) -> int:
+        """Elements that aliases add to the decoded tensors, as the expansion rule counts them."""
+        numels = {row.name: max(math.prod(row.shape), LEAST_ALIASED) for row in self.tensors}
+        return sum(numels[target] for target in self.aliases.values())
+
 
 def largest_numel(shape: tuple[int, ...], parts: Iterable[PartSpec]) -> int:
     """Elements of the largest array that decoding a tensor makes: a codebook may be larger than its weight."""
     return max([math.prod(shape), *(math.prod(part.shape) for part in parts)])
 
 
-def count_filler(numel: int, stored_bytes: int) -> int:
-    """Zero bytes that a tensor's stream needs at its end to satisfy the EXPANSION rule."""
-    return max(0, math.ceil(numel / EXPANSION) - stored_bytes)
+def count_filler(numel: int, stored_bytes: int, operations: int = 0) -> int:
+    """Zero bytes that a tensor's stream needs at its end to satisfy the rules of EXPANSION and OPERATIONS."""
+    least = max(math.ceil(numel / EXPANSION), math.ceil(operations / OPERATIONS))
+    return max(0, least - stored_bytes)
 
 
 def check_row(row: TensorRow) -> None:
@@ -91,71 +129,57 @@ def check_aliases(names: Collection[str], aliases: Mapping[str, object]) -> None
     for alias, target in aliases.items():
         _name(alias)
         if alias in names or not isinstance(target, str) or target not in names:
-            raise FormatError(f"alias {alias!r} of {_short(target)}: expected a new name for a tensor")
+            raise FormatError(f"alias {shown(alias)} of {short(target)}: expected a new name for a tensor")
+
+
+def check_expansion(schema: Schema, file_bytes: int) -> None:
+    """Raises FormatError where aliases make more of a file of this size than a reader allows."""
+    found, most = schema.aliased_elements, FREE_ALIASED + EXPANSION * file_bytes
+    if found > most:
+        raise FormatError(
+            f"{len(schema.aliases)} aliases add {found} elements, allowed are {most}: {FREE_ALIASED}, and "
+            f"{EXPANSION} for each of the file's {file_bytes} bytes"
+        )
 
 
 def dump(schema: Schema) -> str:
     """The schema as it is stored in the container's metadata."""
+    return dump_measured(schema)[0]
+
+
+def dump_measured(schema: Schema) -> tuple[str, int]:
+    """`dump`, and the bytes of the smallest file with which a reader accepts it."""
     document = {"tensors": [_row_to_json(row) for row in schema.tensors], "aliases": dict(schema.aliases)}
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
     if len(text) > MAX_JSON_BYTES:
         raise FormatError(f"a schema of {len(text)} bytes, allowed are {MAX_JSON_BYTES}")
     packed = zlib.compress(text, 9)
     envelope = {"version": VERSION, "crc": zlib.crc32(packed), "schema": base64.b64encode(packed).decode()}
-    return json.dumps(envelope, separators=(",", ":"))
+    aliased = math.ceil((schema.aliased_elements - FREE_ALIASED) / EXPANSION)
+    return json.dumps(envelope, separators=(",", ":")), max(aliased, least_file_bytes(text))
 
 
-def parse(metadata: str) -> Schema:
-    """The inverse of `dump`, for untrusted text."""
-    envelope = _object(strict_json(metadata), "envelope", {"version", "crc", "schema"})
+def parse(metadata: str, file_bytes: int = 0) -> Schema:
+    """The inverse of `dump`, for untrusted text from a file of this size; 0 allows what every file may have."""
+    envelope = _object(parse_json(metadata, file_bytes), "envelope", {"version", "crc", "schema"})
     if _integer(envelope["version"], "the file version") != VERSION:
         raise FormatError(f"file version {envelope['version']}, this reader knows version {VERSION}")
-    text = _inflate(envelope["schema"], _integer(envelope["crc"], "the schema's checksum"))
-    document = _object(strict_json(text), "schema", {"tensors", "aliases"})
+    crc = _integer(envelope["crc"], "the schema's checksum")
+    most_bytes = min(MAX_JSON_BYTES, most_text(file_bytes))
+    text = inflate(envelope["schema"], crc, most_bytes, Extent(most_values(file_bytes)))
+    document = _object(parse_counted(text), "schema", {"tensors", "aliases"})
     if not isinstance(document["tensors"], list) or not isinstance(document["aliases"], dict):
         raise FormatError("the schema's tensors are not a list, or its aliases not a table")
     rows = tuple(_checked_row(item) for item in document["tensors"])
     names: set[str] = set()
     for row in rows:
         if row.name in names:
-            raise FormatError(f"tensor {row.name!r} appears twice in the schema")
+            raise FormatError(f"tensor {shown(row.name)} appears twice in the schema")
         names.add(row.name)
     check_aliases(names, document["aliases"])
-    return Schema(rows, document["aliases"])
-
-
-def _inflate(field: object, crc: int) -> bytes:
-    if not isinstance(field, str):
-        raise FormatError("the schema is not text")
-    try:
-        packed = base64.b64decode(field, validate=True)
-        # base64 ignores the last character's spare bits, so the text itself is compared as well.
-        if zlib.crc32(packed) != crc or base64.b64encode(packed).decode() != field:
-            raise FormatError("the schema's checksum does not match: the file is damaged")
-        inflater = zlib.decompressobj()
-        text = inflater.decompress(packed, MAX_JSON_BYTES)
-    except (binascii.Error, zlib.error, ValueError) as error:
-        raise FormatError(f"the schema cannot be read: {error}") from error
-    if not inflater.eof or inflater.unused_data:
-        raise FormatError(f"the schema is cut short, or longer than {MAX_JSON_BYTES} bytes")
-    return text
-
-
-def strict_json(text: str | bytes) -> object:
-    """Untrusted JSON, in which no key may appear twice."""
-    try:
-        return json.loads(text, object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"the metadata is not valid JSON: {error}") from error
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in table:
-            raise FormatError(f"the key {_short(key)} appears twice in the metadata")
-        table[key] = value
-    return table
+    schema = Schema(rows, document["aliases"])
+    check_expansion(schema, file_bytes)
+    return schema
 
 
 def _object(
@@ -163,7 +187,7 @@ def _object(
 ) -> dict[str, Any]:
     if not isinstance(value, dict) or not needed <= set(value) <= needed | optional:
         found = sorted(value) if isinstance(value, dict) else type(value).__name__
-        raise FormatError(f"the {what} holds {_short(found)}, expected {sorted(needed)}")
+        raise FormatError(f"the {what} holds {short(found)}, expected {sorted(needed)}")
     return value
 
 
@@ -195,7 +219,7 @@ def _checked_row(item: object) -> TensorRow:
     try:
         return _row(fields)
     except FormatError as error:
-        raise FormatError(f"tensor {fields['name']!r}: {error}") from error
+        raise FormatError(f"tensor {shown(fields['name'])}: {error}") from error
 
 
 def _row(fields: dict[str, Any]) -> TensorRow:
@@ -215,13 +239,18 @@ def _row(fields: dict[str, Any]) -> TensorRow:
         note=note,
         trellis=_integer(fields.get("trellis", 0), "trellis"),
     )
-    specs = {name: part.spec for name, part in row.parts.items()}
+    specs = row.specs
     numel = largest_numel(row.shape, specs.values())
     if numel > EXPANSION * row.stored_bytes:
         raise FormatError(
             f"claims {numel} elements in {row.stored_bytes} bytes, allowed are {EXPANSION} per byte"
         )
     check(row.kind, Layout(row.shape, row.transposed_groups), DTYPES[row.dtype], specs)
+    operations = KINDS[row.kind].operations(row.shape, specs)
+    if operations > OPERATIONS * row.stored_bytes:
+        raise FormatError(
+            f"takes {operations} multiplications in {row.stored_bytes} bytes, allowed are {OPERATIONS} per byte"
+        )
     _check_zeros(row, specs)
     _check_trellis(row)
     return row
@@ -246,7 +275,7 @@ def _check_trellis(row: TensorRow) -> None:
 
 def _part(value: object) -> PartRow:
     if not isinstance(value, list) or len(value) != 4 or value[0] not in CODECS:
-        raise FormatError(f"a part is {_short(value)}, expected [codec, type, shape, bytes]")
+        raise FormatError(f"a part is {short(value)}, expected [codec, type, shape, bytes]")
     codec, kind, shape, stored_bytes = value
     is_codes = isinstance(kind, int)
     bits = _integer(kind, "bits") if is_codes else 0
@@ -262,11 +291,6 @@ def _part(value: object) -> PartRow:
     return part
 
 
-def _short(value: object) -> str:
-    """What a hostile file holds, shortened for an error message."""
-    return reprlib.repr(value)
-
-
 def _is_text(value: object) -> bool:
     """Whether a value is a string that can be written: JSON can hold half a surrogate pair."""
     return isinstance(value, str) and value.encode(errors="replace").decode() == value
@@ -274,24 +298,24 @@ def _is_text(value: object) -> bool:
 
 def _name(value: object) -> None:
     if not _is_text(value) or value in RESERVED:
-        raise FormatError(f"a tensor is named {_short(value)}: expected text other than {RESERVED}")
+        raise FormatError(f"a tensor is named {short(value)}: expected text other than {RESERVED}")
 
 
 def _dtype_name(value: object) -> str:
     if not isinstance(value, str) or value not in DTYPES:
-        raise FormatError(f"unknown type {_short(value)}, known are {', '.join(DTYPES)}")
+        raise FormatError(f"unknown type {short(value)}, known are {', '.join(DTYPES)}")
     return value
 
 
 def _integer(value: object, what: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_INT:
-        raise FormatError(f"{what} is {_short(value)}, expected a whole number from 0 to 2^48")
+        raise FormatError(f"{what} is {short(value)}, expected a whole number from 0 to 2^48")
     return value
 
 
 def _shape(value: object) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
-        raise FormatError(f"a shape is {_short(value)}, expected at most {MAX_DIMENSIONS} whole numbers")
+        raise FormatError(f"a shape is {short(value)}, expected at most {MAX_DIMENSIONS} whole numbers")
     shape = tuple(_integer(size, "a dimension") for size in value)
     # The other dimensions of an empty tensor count too: torch multiplies them into strides.
     if math.prod(max(size, 1) for size in shape) > _MAX_INT:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import constriction
 import numpy as np
@@ -19,7 +20,7 @@ from factorpack.format import frequency_tables as tables
 from factorpack.format.classes import Classing, class_counts, fit_both, one_class, sample
 from factorpack.format.stream_header import Header, read_header, write_header
 from factorpack.format.stream_plan import Plan, class_width, shortest
-from factorpack.format.symbols import Codes, Symbols, code_order, from_view, to_symbols, to_view
+from factorpack.format.symbols import Codes, Symbols, code_order, count_values, from_view, to_symbols, to_view
 from factorpack.quantize.trellis import (
     Flags,
     Integers,
@@ -32,6 +33,12 @@ from factorpack.quantize.trellis import (
 
 LEAST_ROWS, MOST_ROWS = 16, 1024
 """Rows of a segment: with more a reader takes many steps, with fewer each step takes much memory."""
+STEPS_PER_BYTE = 16
+"""Steps of a path that each byte of its stream allows: what a step costs does not depend on its length."""
+_NARROW = 16
+"""Entries of a step up to which they are read one by one."""
+_SLAB = 1 << 18
+"""Entries of a step that are sorted at a time."""
 _SEGMENT = struct.Struct("<H")
 
 
@@ -87,6 +94,12 @@ def decode(data: bytes, rows: int, columns: int, states: int) -> NDArray[np.int3
         raise FormatError(f"segments of {segment} rows, allowed are {LEAST_ROWS} to {MOST_ROWS}")
     if header.split and columns % header.split:
         raise FormatError(f"{columns} columns cannot be split into {header.split} parts")
+    height = header.split or rows
+    if min(segment, height) > STEPS_PER_BYTE * len(data):
+        raise FormatError(
+            f"a path of {min(segment, height)} steps in {len(data)} bytes, "
+            f"allowed are {STEPS_PER_BYTE} per byte"
+        )
     start += _SEGMENT.size
     classes = (header.row_classes, header.column_classes)
     (of_rows, of_columns, *models), taken = tables.read_tables(
@@ -97,12 +110,13 @@ def decode(data: bytes, rows: int, columns: int, states: int) -> NDArray[np.int3
         header.total_bits,
     )
     coder = entropy.open_coder(data[start + taken :])
-    height = header.split or rows
-    row_class = entropy.pop(coder, height, of_rows)
-    column = entropy.pop(coder, rows * columns // height, of_columns)
+    row_class = entropy.pop(coder, height, of_rows).astype(np.uint8)
+    column = entropy.pop(coder, rows * columns // height, of_columns).astype(np.uint8)
     classing, quiet = Classing(row_class, column >> 1), column & 1 == 0
     order = code_order(header.low, header.symbols)
-    levels = _pop_paths(coder, classing, quiet, models, order, states, segment)
+    is_narrow = -(-height // segment) * len(column) <= _NARROW
+    pop_paths = _pop_narrow_paths if is_narrow else _pop_paths
+    levels = pop_paths(coder, classing, quiet, models, order, states, segment)
     if not coder.is_empty():
         raise FormatError("an entropy-coded message is longer than its codes")
     return from_view(levels, header.split, rows)
@@ -126,22 +140,87 @@ def _pop_paths(
     for row in range(min(segment, rows)):
         here = state[: len(range(row, rows, segment))]
         quantizer = of.quantizer[here]
-        picked, sizes = _by_model(_models(classing, slice(row, None, segment), quantizer))
-        parts = [
-            np.zeros(size, np.int32) if model is None else coder.decode(model, size)
-            for model, size in zip(models, sizes, strict=False)
-            if size
+        of_entry = _models(classing, slice(row, None, segment), quantizer).ravel()
+        indices = _pop_step(coder, of_entry, models, order).reshape(here.shape)
+        for top in range(0, columns, _SLAB):
+            own = (slice(None), slice(top, top + _SLAB))
+            levels[row::segment][own] = levels_of(indices[own], quantizer[own])
+            here[own] = of.step(here[own], indices[own])
+    return levels
+
+
+def _pop_step(coder: entropy.Coder, of_entry: NDArray[np.uint8], models: list[Any], order: Codes) -> Codes:
+    """The indices of one step's entries. The message has them by model, and in place within a model."""
+    if len(of_entry) > _SLAB:
+        return _pop_wide_step(coder, of_entry, models, order)
+    picked, sizes = _by_model(of_entry)
+    parts = [
+        np.zeros(size, np.int32) if model is None else coder.decode(model, size)
+        for model, size in zip(models, sizes, strict=False)
+        if size
+    ]
+    indices = np.empty(len(of_entry), order.dtype)
+    indices[picked] = order[np.concatenate(parts)]
+    return indices
+
+
+def _pop_wide_step(
+    coder: entropy.Coder, of_entry: NDArray[np.uint8], models: list[Any], order: Codes
+) -> Codes:
+    """`_pop_step` slab by slab: sorting takes eight bytes per entry, and looking up codes takes twelve."""
+    sizes = count_values(of_entry, len(models))
+    popped, at = np.empty(len(of_entry), order.dtype), 0
+    for model, size in zip(models, sizes.tolist(), strict=True):
+        for start in range(at, at + size, _SLAB):
+            count = min(_SLAB, at + size - start)
+            popped[start : start + count] = order[0] if model is None else order[coder.decode(model, count)]
+        at += size
+    indices, starts = np.empty_like(popped), np.cumsum(sizes) - sizes
+    for top in range(0, len(of_entry), _SLAB):
+        picked, counts = _by_model(of_entry[top : top + _SLAB])
+        parts = [popped[start : start + count] for start, count in zip(starts, counts, strict=False)]
+        indices[top : top + _SLAB][picked] = np.concatenate(parts)
+        starts[: len(counts)] += counts
+    return indices
+
+
+def _pop_narrow_paths(
+    coder: entropy.Coder,
+    classing: Classing,
+    quiet: Flags,
+    frequencies: list[tables.Counts],
+    order: Codes,
+    states: int,
+    segment: int,
+) -> NDArray[np.int32]:
+    """`_pop_paths` one index at a time: for a few entries per step, arrays take longer than numbers."""
+    of = machine(states)
+    quantizers, after, codes = of.quantizer.tolist(), of.after.tolist(), order.tolist()
+    models = [tables.model(each) if len(each) > 1 else None for each in frequencies]
+    of_rows, of_columns = classing.rows.tolist(), classing.columns.tolist()
+    rows, columns = len(of_rows), len(of_columns)
+    levels = np.empty((rows, columns), np.int32)
+    state = of.start(quiet, -(-rows // segment)).tolist()
+    for first in range(min(segment, rows)):
+        entries = [
+            (2 * (of_rows[row] + of_columns[column]) + quantizers[state[part][column]], part, column)
+            for part, row in enumerate(range(first, rows, segment))
+            for column in range(columns)
         ]
-        indices = np.empty(here.size, order.dtype)
-        indices[picked] = order[np.concatenate(parts)]
-        levels[row::segment] = levels_of(indices.reshape(here.shape), quantizer)
-        here[:] = of.step(here, indices.reshape(here.shape))
+        for model, part, column in sorted(entries):
+            index = codes[0 if models[model] is None else coder.decode(models[model])]
+            sign = (index > 0) - (index < 0)
+            levels[first + part * segment, column] = 2 * index - quantizers[state[part][column]] * sign
+            state[part][column] = after[state[part][column]][index & 1]
     return levels
 
 
 def _models(classing: Classing, rows: slice, quantizer: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The model of every entry of some rows: twice its class, plus its quantizer."""
-    return (2 * (classing.rows[rows, None] + classing.columns) + quantizer).astype(np.uint8)
+    models: NDArray[np.uint8] = classing.rows[rows, None].astype(np.uint8) + classing.columns.astype(np.uint8)
+    models += models
+    models += quantizer
+    return models
 
 
 def _by_model(models: NDArray[np.uint8]) -> tuple[Integers, list[int]]:

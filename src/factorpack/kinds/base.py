@@ -87,6 +87,10 @@ class Kind(ABC):
         """Raises FormatError where a tensor of this type would change when it is decoded."""
         expect_rounding(torch.float32, dtype)
 
+    def operations(self, shape: tuple[int, ...], parts: Specs) -> int:  # noqa: ARG002
+        """Multiplications that decoding takes, where they are more than a few per element."""
+        return 0
+
     def check_indices(self, encoded: Encoded) -> None:  # noqa: B027, most kinds have no table
         """Raises FormatError where a code is an index outside its table."""
 
@@ -159,7 +163,7 @@ def split_channels(layout: Layout, tile: int) -> int:
 
     A channel's codes are then consecutive columns, and are more alike than those of a row.
     """
-    channels = layout.outputs
+    channels = layout.outputs if layout.shape else 1
     return channels if channels > 1 and (layout.numel // channels) % tile == 0 else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -23,6 +24,9 @@ from factorpack.kinds.slices import Shapes, Tiling
 from factorpack.quantize.uniform import MIN_BITS, code_range
 from factorpack.record import Encoded
 from factorpack.tiles import Layout
+
+SUM_OPERATIONS = 64
+"""Multiplications of a matrix product that take as long as adding one element of a codeword."""
 
 
 class Codewords(Kind):
@@ -52,6 +56,9 @@ class Codewords(Kind):
             raise FormatError(
                 f"indices of {parts['indices'].bits} bits, {book[0] // stages} codewords have {needed}"
             )
+
+    def operations(self, shape: tuple[int, ...], parts: Specs) -> int:
+        return SUM_OPERATIONS * parts["indices"].shape[0] * math.prod(shape)
 
     def check_indices(self, encoded: Encoded) -> None:
         _check_indices(encoded)

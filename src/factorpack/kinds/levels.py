@@ -28,7 +28,7 @@ class Levels(Kind):
     def decode(self, encoded: Encoded) -> Tensor:
         codes, table = encoded.parts["codes"], encoded.parts["levels"]
         low, _ = level_range(table.shape[1])
-        rows = table.float().expand(len(codes), -1).gather(1, codes.long() - low)
+        rows = table.float().expand(len(codes), -1).gather(1, codes.long().sub_(low))
         return cast_clamped(encoded.layout.from_tiles(rows.T), encoded.dtype)
 
     def check_parts(self, layout: Layout, parts: Specs) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
@@ -47,6 +48,9 @@ class Product(Kind):
 
     def decode(self, encoded: Encoded) -> Tensor:
         return cast_clamped(self.from_product(_multiply_factors(encoded), encoded.layout), encoded.dtype)
+
+    def operations(self, shape: tuple[int, ...], parts: Specs) -> int:  # noqa: ARG002
+        return math.prod(parts["codebook"].shape) * parts["latent"].shape[1]
 
     def describe(self, encoded: Encoded) -> str:
         rank = int(encoded.parts["latent"].any(1).count_nonzero())

@@ -1,0 +1,69 @@
+"""An open safetensors file: a header that has been checked, and bytes as they are when they are read.
+
+Nothing is mapped into memory. Where a file is cut short while it is mapped, reading what was cut off ends the
+process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from factorpack.errors import FormatError
+from factorpack.format.untrusted_json import parse_json, short
+
+METADATA = "__metadata__"
+_MOST_READ = 1 << 30
+"""Bytes that are read at a time: some systems read no more than 2 GB."""
+_LOCK = threading.Lock()
+
+
+class SafetensorsFile:
+    """Stays open, so that a file renamed onto its path changes nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            raise FormatError(f"there is no file {path}")
+        try:
+            self._handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            weakref.finalize(self, os.close, self._handle)
+            self.bytes = os.fstat(self._handle).st_size
+            with safe_open(path, framework="numpy"):
+                pass  # the offsets are sound
+            if not os.path.samestat(os.fstat(self._handle), os.stat(path)):
+                raise FormatError(f"{path} was replaced while it was opened: open it again")
+        except (SafetensorError, OSError) as error:
+            raise FormatError(f"{path} is not a complete safetensors file: {error}") from error
+        length = int.from_bytes(self.read(0, 8), "little")
+        # safetensors takes a name that appears twice, and uses the last.
+        header = parse_json(self.read(8, length), self.bytes)
+        if not isinstance(header, dict):
+            raise FormatError(f"the header of {path} is {short(header)}, expected a table")
+        self.metadata: dict[str, Any] = header.pop(METADATA, {})
+        self.entries: dict[str, Any] = header
+        self.first = 8 + length
+        """Where the entries begin; their offsets count from here."""
+
+    def read(self, start: int, count: int) -> bytes:
+        found = []
+        while count:
+            piece = _read_at(self._handle, start, min(count, _MOST_READ))
+            if not piece:
+                raise FormatError(f"{self.path} has been cut short: it ends before byte {start}")
+            found.append(piece)
+            start, count = start + len(piece), count - len(piece)
+        return b"".join(found)
+
+
+def _read_at(handle: int, start: int, count: int) -> bytes:
+    if hasattr(os, "pread"):
+        return os.pread(handle, count, start)
+    with _LOCK:
+        os.lseek(handle, start, os.SEEK_SET)
+        return os.read(handle, count)

@@ -1,0 +1,160 @@
+"""JSON from a file that nobody vouches for: counted before it is parsed, and no key may appear twice.
+
+A deflated schema can be a thousand times as long as its bytes in the file, and parsing makes dozens of bytes
+of objects from each of its own. So the text is counted as it is inflated.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import reprlib
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from factorpack.errors import FormatError
+
+FREE_BYTES, BYTES_PER_BYTE = 1 << 20, 16
+"""Bytes of text that any file may have, and how many more for each byte of the file."""
+FREE_VALUES, BYTES_PER_VALUE = 1 << 18, 2
+"""Values that any file may have, and how many bytes of the file each further one takes."""
+MOST_DEPTH = 8
+"""A schema has 6 levels: itself, rows, a row, parts, a part, a shape."""
+_PIECE = 1 << 18
+"""Bytes that are counted at a time."""
+_LONGEST_NAME = 256
+_QUOTE, _BACKSLASH = ord('"'), b"\\"
+_OPEN, _CLOSE, _BETWEEN = b"[{", b"]}", b",:"
+
+
+def most_text(file_bytes: int) -> int:
+    """Bytes of JSON that a file of this size may hold."""
+    return FREE_BYTES + BYTES_PER_BYTE * file_bytes
+
+
+def most_values(file_bytes: int) -> int:
+    """Values of JSON that a file of this size may hold."""
+    return FREE_VALUES + file_bytes // BYTES_PER_VALUE
+
+
+def least_file_bytes(text: bytes) -> int:
+    """Size of the smallest file that may hold this JSON."""
+    if len(text) <= min(FREE_BYTES, FREE_VALUES):
+        return 0
+    extent = Extent(len(text))
+    for piece in _pieces(text):
+        extent.add(piece)
+    by_values = (extent.values - FREE_VALUES) * BYTES_PER_VALUE
+    return max(0, -(-(len(text) - FREE_BYTES) // BYTES_PER_BYTE), by_values)
+
+
+@dataclass(slots=True)
+class Extent:
+    """Counts text that comes in pieces; raises FormatError where it goes too deep or has too many values."""
+
+    most_values: int
+    values: int = 0
+    """Commas, colons and opening brackets outside of strings: no value is without one, but the first."""
+    _depth: int = 0
+    _in_string: int = 0
+    _kept: bytes = b""
+    """A backslash at the end of a piece: what follows it belongs to it."""
+
+    def add(self, piece: bytes) -> None:
+        piece = self._kept + piece
+        lone = (len(piece) - len(piece.rstrip(_BACKSLASH))) % 2
+        self._kept, piece = (_BACKSLASH, piece[:-1]) if lone else (b"", piece)
+        # Pairs first: a quote after two backslashes ends its string.
+        codes = np.frombuffer(piece.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+        quotes = np.cumsum(codes == _QUOTE, dtype=np.uint8) + np.uint8(self._in_string)
+        outside = codes[quotes & 1 == 0]
+        self._in_string = int(quotes[-1]) & 1 if len(quotes) else self._in_string
+        opened, closed, between = (np.isin(outside, list(each)) for each in (_OPEN, _CLOSE, _BETWEEN))
+        depths = np.cumsum(opened.astype(np.int64) - closed) + self._depth
+        self.values += int(opened.sum()) + int(between.sum())
+        if len(depths):
+            self._depth = int(depths[-1])
+            if int(depths.max()) > MOST_DEPTH:
+                raise FormatError(
+                    f"the metadata is not valid JSON for a packed file: it is nested {depths.max()} deep or "
+                    f"more, allowed are {MOST_DEPTH}"
+                )
+        if self.values > self.most_values:
+            raise FormatError(
+                f"the metadata has {self.values} values or more, allowed are {self.most_values}: "
+                f"{FREE_VALUES}, and one for every {BYTES_PER_VALUE} bytes of the file"
+            )
+
+
+def inflate(field: object, crc: int, most_bytes: int, extent: Extent) -> bytearray:
+    """A deflated schema in base64, counted as it grows."""
+    if not isinstance(field, str):
+        raise FormatError("the schema is not text")
+    found = bytearray()
+    try:
+        packed = base64.b64decode(field, validate=True)
+        # base64 ignores the last character's spare bits, so the text itself is compared as well.
+        if zlib.crc32(packed) != crc or base64.b64encode(packed).decode() != field:
+            raise FormatError("the schema's checksum does not match: the file is damaged")
+        inflater = zlib.decompressobj()
+        while left := most_bytes - len(found):
+            piece = inflater.decompress(packed, min(_PIECE, left))
+            packed = inflater.unconsumed_tail
+            extent.add(piece)
+            found += piece
+            if not piece:
+                break
+    except (binascii.Error, zlib.error, ValueError) as error:
+        raise FormatError(f"the schema cannot be read: {error}") from error
+    if not inflater.eof or inflater.unused_data:
+        raise FormatError(f"the schema is cut short, or longer than {most_bytes} bytes")
+    return found
+
+
+def parse_json(text: str | bytes, file_bytes: int) -> object:
+    """Untrusted JSON from a file of this size, in which no key may appear twice."""
+    data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    extent = Extent(most_values(file_bytes))
+    for piece in _pieces(data):
+        extent.add(piece)
+    return parse_counted(text)
+
+
+def parse_counted(text: str | bytes | bytearray) -> object:
+    """`parse_json` of text that has been counted already."""
+    try:
+        # As UTF-8 and nothing else: json would also take UTF-16, which was not counted as such.
+        plain = text if isinstance(text, str) else text.decode(errors="surrogatepass")
+        return json.loads(plain, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"the metadata is not valid JSON: {error}") from error
+
+
+def short(value: object) -> str:
+    """What a hostile file holds, shortened for an error message."""
+    return reprlib.repr(value)
+
+
+def shown(name: str) -> str:
+    """The name of a tensor, shortened only where it is no name."""
+    return (
+        repr(name) if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]!r}... ({len(name)} characters)"
+    )
+
+
+def _pieces(text: bytes) -> Iterator[bytes]:
+    return (text[start : start + _PIECE] for start in range(0, len(text), _PIECE))
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise FormatError(f"the key {short(key)} appears twice in the metadata")
+        table[key] = value
+    return table
