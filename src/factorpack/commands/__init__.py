@@ -120,7 +120,12 @@ def _options(
 
 def exit_on_sigterm() -> None:
     """SIGTERM ends a command as Ctrl+C does, with all that is cleaned up on the way out."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+    def end(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one would end the cleaning up
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def main() -> None:
