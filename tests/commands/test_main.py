@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from inspect import getdoc
 from pathlib import Path
 from types import ModuleType
@@ -77,3 +80,26 @@ def test_modules_are_modules() -> None:
     for command in commands.COMMANDS.values():
         command.load()
         assert isinstance(getattr(commands, command.module), ModuleType)
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was writing is cleaned up, and so are its lock and its folder."""
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def terminated(*_: object) -> None:
+        seen.extend(path.name for path in tmp_path.iterdir())
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+
+    given = {path.name for path in tmp_path.iterdir()}
+    monkeypatch.setattr("factorpack.format.atomic.rename", terminated)
+    try:
+        out = tmp_path / "out.safetensors"
+        assert run(monkeypatch, "compress", checkpoint, "-o", out, "--ratio", 5) == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert any(name.endswith(".lock") for name in seen)
+    assert {path.name for path in tmp_path.iterdir()} == given

@@ -23,7 +23,7 @@ from factorpack.tune import steer
 from factorpack.tune.steer import Controller
 from factorpack.weight import Weight
 from tests.helpers import assert_same_encoded, seeded
-from tests.tune.small_net import loader, perceptron, with_weights
+from tests.tune.small_net import loader, perceptron, state_in, with_weights
 
 FACTORS = fp.QSPCA(9, 4, tile=16, codebook_bits=8)
 SCALAR = fp.Scalar(4)
@@ -218,7 +218,7 @@ def test_a_steered_run_that_broke_off_ends_in_the_same_bytes(tmp_path: Path) -> 
     for saved in (33, 207):
         with pytest.raises(BreakOff):
             tune(schedule, loss=loss, **settings)
-        assert torch.load(tmp_path / "run", weights_only=True)["done"] == saved
+        assert state_in(tmp_path / "run")["done"] == saved
     resumed = tune(schedule, **settings)
     again = tune(schedule, **settings)  # the finished run: only what closes its gap is done again
     for name, encoded in tuned(schedule, width=64).items():
