@@ -148,15 +148,13 @@ def _round_columns(
         rest = block[:, :, half:] - left[1] @ local[:, :half, half:]
         right = _round_columns(rest, local[:, half:, half:], first + half, step, rounding)
         return torch.cat([left[0], right[0]], 2), torch.cat([left[1], right[1]], 2)
-    columns = block.transpose(1, 2).clone(memory_format=torch.contiguous_format)  # (batch, width, rows)
-    shares = local[:, :, :, None]
+    columns = list(block.unbind(2))
     codes, residues = [], []
-    for index in range(width):
-        column = columns[:, index]
+    for index, column in enumerate(columns):
         code = rounding(first + index, column / step)
-        residue = (column - code * step) / shares[:, index, index]
+        residue = (column - code * step) / local[:, index, index, None]
         codes.append(code)
         residues.append(residue)
-        if index + 1 < width:
-            columns[:, index + 1 :] -= residue[:, None] * shares[:, index, index + 1 :]
+        for later in range(index + 1, width):
+            columns[later] = columns[later] - residue * local[:, index, later, None]
     return torch.stack(codes, 2), torch.stack(residues, 2)
