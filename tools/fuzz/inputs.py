@@ -102,19 +102,25 @@ def prepare_sources(folder: Path) -> Judge:
         change = again.get(name) if rng.random() < 0.7 else None
         path = folder / name
         path.write_bytes((change or rng.choice(list(DAMAGES.values())))(whole[name], rng))
-        size = [path.stat().st_size]
-
-        def read() -> None:
-            source = open_source(path)
-            size[0] += sum(entry.numel * entry.dtype.itemsize for entry in source.entries.values())
-            fp.compress(path, fp.Scalar(bits=4), progress=False).state_dict()
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, on pickles of an unknown protocol
-            result, _ = judged(read, 0)
-        return f"{name}: {result}", size[0]
+        result, size = read_source(path)
+        return f"{name}: {result}", size
 
     return judge
+
+
+def read_source(path: Path) -> Result:
+    """Opens a checkpoint and compresses it."""
+    size = [path.stat().st_size]
+
+    def read() -> None:
+        source = open_source(path)
+        size[0] += sum(entry.numel * entry.dtype.itemsize for entry in source.entries.values())
+        fp.compress(path, fp.Scalar(bits=4), progress=False).state_dict()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, on pickles of an unknown protocol
+        result, _ = judged(read, 0)
+    return result, size[0]
 
 
 def prepare_folders(folder: Path) -> Judge:
