@@ -21,9 +21,9 @@ from tools.fuzz.streams import codes_stream, path_stream
 FILES = 200
 
 
-@pytest.fixture(scope="module")
-def valid(tmp_path_factory: pytest.TempPathFactory) -> list[Original]:
-    return originals(tmp_path_factory.mktemp("originals"))
+@pytest.fixture
+def valid() -> list[Original]:
+    return originals()
 
 
 def test_damaged_files_are_refused_or_read_as_they_were():

@@ -17,8 +17,8 @@ with atheris.instrument_imports(include=["factorpack.format", "factorpack.kinds"
     from tools.fuzz.reader import KINDS, Original, damaged, judge, originals
 
 HOME = Path(tempfile.mkdtemp())
-VALID = [original.blob for original in originals(HOME)]
-NONE = Original(b"", originals(HOME)[0].schema, {})
+VALID = [original.blob for original in originals()]
+NONE = Original(b"", originals()[0].schema, {})
 
 
 def mutate(data: bytes, most_bytes: int, seed: int) -> bytes:

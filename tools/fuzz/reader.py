@@ -9,6 +9,7 @@ Some are compared with the reference reader of the tests, which was written from
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -30,7 +31,7 @@ from factorpack.report import html
 from factorpack.report.differences import verify
 from factorpack.report.facts import gather
 from tests.format.reference import read_packed, weight_of
-from tests.golden.make import ALIASES, GOLDEN, codes, powers, tensors
+from tests.golden.make import GOLDEN, codes, powers, tensors
 from tests.helpers import write_packed
 from tools.fuzz.damages import DAMAGES
 from tools.fuzz.forgeries import FORGERIES, WHOLE, forged
@@ -54,7 +55,7 @@ class Original:
 
 
 def prepare(folder: Path) -> Judge:
-    valid, path = originals(folder), folder / "file"
+    valid, path = originals(), folder / "file"
     shares = [RARE.get(kind, 1.0) for kind in KINDS]
     alone = [0.5 + 5 * (len(original.weights) == 1) for original in valid]
 
@@ -162,7 +163,8 @@ def _formula(encoded: Encoded, parts: Mapping[str, Tensor]) -> Tensor:
     return torch.tensor(flat, dtype=torch.float64).reshape(encoded.shape)
 
 
-def originals(folder: Path) -> list[Original]:
+@cache
+def originals() -> list[Original]:
     """The golden file and small new ones, one of them with a stream large enough for its own entry."""
     golden = tensors()
     mixed = {
@@ -174,7 +176,6 @@ def originals(folder: Path) -> list[Original]:
     }
     large = Encoded("keep", (4200,), torch.int32, {"values": torch.arange(4200, dtype=torch.int32)})
     models: list[tuple[dict[str, Encoded], dict[str, str]]] = [
-        (golden, ALIASES),
         (mixed, {"e": "b"}),
         ({"w": _scalar(4, 200, 4), "empty": golden["empty"]}, {}),
         ({"w": golden["conv.weight"], "b": golden["odd"]}, {}),
@@ -185,11 +186,13 @@ def originals(folder: Path) -> list[Original]:
         ({"large": large, "w": _scalar(1, 200, 4)}, {}),
     ]
     models += [({name: encoded}, {}) for name, encoded in (golden | {"sums": _codewords()}).items()]
-    found = []
-    for model, names in models[1:]:
-        write_packed(folder / "original", model, names)
-        found.append(_original(folder / "original"))
-    return [_original(GOLDEN), *found]
+    found = [_original(GOLDEN)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "original"
+        for model, names in models:
+            write_packed(path, model, names)
+            found.append(_original(path))
+    return found
 
 
 def _original(path: Path) -> Original:
