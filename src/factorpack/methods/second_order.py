@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import ClassVar
 
@@ -32,6 +32,7 @@ from factorpack.solve.layer_problem import (
     Basis,
     LayerProblem,
     layer_problem,
+    row_scales,
     tile_basis,
 )
 from factorpack.solve.trellis_search import FINE_STEP
@@ -59,6 +60,8 @@ class SecondOrder(Method):
     trellis: int = 0
     try_plain: bool = True
     """With a trellis: whether plain codes are used where they are smaller. A planner has compared them before."""
+    row_steps: bool = False
+    """Without calibration data: whether rows of very unlike size get steps relative to their size, and no basis."""
 
     name: ClassVar[str] = "second_order"
     title: ClassVar[str] = "error feedback, fixed width"
@@ -115,6 +118,10 @@ class SecondOrder(Method):
 
         def make() -> LayerProblem:
             rows, moments = weight.rows(), self.moments_of(weight)
+            unknown = weight.inputs is None and weight.sensitivity is None
+            scales = row_scales(rows) if self.row_steps and unknown else None
+            if scales is not None:
+                return replace(layer_problem(rows / scales, None), row_scales=scales)
             basis = tile_basis(rows, tile, moments) if tile > 1 else None
             return layer_problem(rows, moments, basis, self.damping)
 
@@ -161,11 +168,13 @@ def encode_at(
         raise PlanError(
             f"at step {step} codes go up to {largest:.3g}, expected a step at which {MAX_STORED_BITS} bits do"
         )
+    if problem.row_scales is not None:
+        stored = storable(stored.float() * problem.row_scales.to(stored.device))
     return as_encoded(codes[0], stored, problem.basis, weight, trellis)
 
 
 def as_encoded(codes: Tensor, step: Tensor, basis: Basis | None, weight: Weight, trellis: int = 0) -> Encoded:
-    """Codes (groups, rows, K) of one step, (1, 1), as they are stored."""
+    """Codes (groups, rows, K) of one step, (1, 1), or one per row, (out, 1), as they are stored."""
     matrix = codes.flatten(0, 1)  # (out, K)
     bits = min(max(2, int(matrix.abs().max()).bit_length() + 1), MAX_STORED_BITS)
     matrix = matrix.clamp(*code_range(bits)).to(code_dtype(bits))
