@@ -45,9 +45,9 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.run benchmarks/experiments/speed
 
 fuzz: $(READY)
-	$(BIN)/python -m tools.fuzz_reader --files 100000
-	$(BIN)/python -m tools.fuzz_recipes --cases 20000
-	$(BIN)/python -m tools.fuzz_cli --cases 3000
+	$(BIN)/python -m tools.fuzz --what reader --cases 1000000
+	$(BIN)/python -m tools.fuzz --what sources,recipes,curves,checkpoints --cases 20000
+	$(BIN)/python -m tools.fuzz --what folders,cli --cases 3000
 
 wheel: $(READY)
 	tools/wheel.sh dist $(BIN)/python

@@ -11,6 +11,7 @@ import struct
 import zlib
 from bisect import bisect_right
 from itertools import accumulate
+from math import ceil, prod
 from typing import Any
 
 MODEL_BITS = 24
@@ -271,3 +272,86 @@ def _read_parts(parts: dict[str, Any], stream: bytes, states: int) -> dict[str, 
             found[name] = [flat[row * columns : (row + 1) * columns] for row in range(rows)]
     assert not any(stream)
     return found
+
+
+Matrix = list[list[Any]]
+"""Of any numbers that can be added and multiplied."""
+
+
+def weight_of(
+    kind: str, shape: tuple[int, ...], groups: int, index_bits: int, parts: dict[str, Matrix]
+) -> list[Any]:
+    """The elements of a coded tensor in its own order, from parts as matrices of numbers."""
+    numel = prod(shape)
+    out_first = (shape[1] * groups, shape[0] // groups, *shape[2:]) if groups else shape
+    if kind == "scalar":
+        rows = zip(parts["codes"], _spread(parts["scale"], len(parts["codes"]), 1), strict=True)
+        flat = [code * scale for row, (scale,) in rows for code in row]
+    elif kind == "levels":
+        levels = _spread(parts["levels"], len(parts["codes"]), len(parts["levels"][0]))
+        rows = zip(parts["codes"], levels, strict=True)
+        flat = [own[int(code) + len(own) // 2] for row, own in rows for code in row]
+    elif kind == "codewords":
+        flat = _summed(parts, 1 << (index_bits - 1))[:numel]
+    elif kind == "spatial":
+        flat = _by_output(_product(parts, len(parts["latent"][0])), out_first)
+    else:
+        flat = _product(parts, ceil(numel / len(parts["codebook"])))[:numel]
+    return _input_first(flat, shape, groups) if groups else flat
+
+
+def _spread(scale: Matrix, rows: int, columns: int) -> Matrix:
+    """A row, a column or one number as the matrix it stands for."""
+    wide = [row * (columns // len(row)) for row in scale]
+    return wide * (rows // len(wide))
+
+
+def _product(parts: dict[str, Matrix], tiles: int) -> list[Any]:
+    """Tile after tile: entry i of tile j is sum_k C_ik s_k Z_kj t + mu_i."""
+    rank = len(parts["latent"])
+    codebook_scale = _spread(parts["codebook_scale"], 1, rank)
+    latent_scale = _spread(parts["latent_scale"], rank, tiles)
+    flat = []
+    for tile in range(tiles):
+        for i, codebook_row in enumerate(parts["codebook"]):
+            total = parts["mean"][i][0] if "mean" in parts else 0
+            for k, code in enumerate(codebook_row):
+                total += code * codebook_scale[0][k] * parts["latent"][k][tile] * latent_scale[k][tile]
+            flat.append(total)
+    return flat
+
+
+def _summed(parts: dict[str, Matrix], half: int) -> list[Any]:
+    """Tile after tile: the sum over stages of the rows that their indices name."""
+    stages, book = parts["indices"], parts["codebook"]
+    count = len(book) // len(stages)
+    flat = []
+    for indices in zip(*stages, strict=True):
+        rows = [book[stage * count + int(index) + half] for stage, index in enumerate(indices)]
+        flat += [sum(numbers) for numbers in zip(*rows, strict=True)]
+    return flat
+
+
+def _by_output(columns: list[Any], shape: tuple[int, ...]) -> list[Any]:
+    """Column after column of a matrix (in*h, out*w), in the order out, in, h, w."""
+    outputs, inputs, *kernel = shape
+    height, width = prod(kernel[:-1]), kernel[-1] if kernel else 1
+    return [
+        columns[(o * width + x) * inputs * height + i * height + y]
+        for o in range(outputs)
+        for i in range(inputs)
+        for y in range(height)
+        for x in range(width)
+    ]
+
+
+def _input_first(flat: list[Any], shape: tuple[int, ...], groups: int) -> list[Any]:
+    """(out, in/g, kernel) in file order to a transposed convolution's (in, out/g, kernel)."""
+    outputs, inputs, kernel = shape[1], shape[0] // groups, prod(shape[2:])  # of a group
+    return [
+        flat[((group * outputs + out) * inputs + channel) * kernel + position]
+        for group in range(groups)
+        for channel in range(inputs)
+        for out in range(outputs)
+        for position in range(kernel)
+    ]

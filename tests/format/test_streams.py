@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from factorpack.errors import FormatError
+from factorpack.format import entropy
 from factorpack.format.bitpack import bit_string_bytes
 from factorpack.format.streams import (
     ANS,
@@ -50,6 +51,21 @@ def test_codes_come_back_and_never_outgrow_fixed_width(case: tuple[torch.Tensor,
     assert_same_tensor(decode_part(codec, data, PartSpec(tuple(codes.shape), code_dtype(bits), bits)), codes)
     assert encode_part(codes.clone(), bits) == (codec, data)
     assert abs(estimated_part_bytes(codes, bits) - len(data)) <= 16
+
+
+@pytest.mark.parametrize("apart", [239, 240, 60000])
+def test_codes_far_apart_are_not_entropy_coded_in_vain(apart: int):
+    codes = torch.full((1, 15), -30000, dtype=torch.int16)
+    codes[0, 0] += apart
+    calls = []
+
+    def encode(*given: object) -> bytes:
+        calls.append(given)
+        return entropy.encode(*given[:2])  # type: ignore[arg-type]
+
+    assert encode_part(codes, 16, encode=encode)[0] == PACKED
+    assert len(calls) == (apart < 8 * 30)
+    assert len(entropy.encode(codes.numpy())) > 30
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from math import ceil, prod
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from factorpack.decoding import decode
 from factorpack.format.container import Reader
 from factorpack.packed import load
 from factorpack.record import DTYPES, Encoded
-from tests.format.reference import read_packed
+from tests.format.reference import read_packed, weight_of
 from tests.golden.make import ALIASES, GOLDEN, tensors, write
 from tests.helpers import assert_same_encoded, assert_same_tensor, raw
 from tests.tampered import compact, take_apart
@@ -31,82 +30,11 @@ def exact(encoded: Encoded) -> Tensor:
     parts = {
         name: [[Fraction(x) for x in row] for row in part.tolist()] for name, part in encoded.parts.items()
     }
-    numel, groups = prod(encoded.shape), encoded.transposed_groups
-    if encoded.kind == "scalar":
-        rows = zip(parts["codes"], _spread(parts["scale"], len(parts["codes"]), 1), strict=True)
-        flat = [code * scale for row, (scale,) in rows for code in row]
-    elif encoded.kind == "levels":
-        levels = _spread(parts["levels"], len(parts["codes"]), len(parts["levels"][0]))
-        rows = zip(parts["codes"], levels, strict=True)
-        flat = [row_levels[int(code) + len(row_levels) // 2] for row, row_levels in rows for code in row]
-    elif encoded.kind == "codewords":
-        flat = _summed(parts, 1 << (encoded.bits["indices"] - 1))[:numel]
-    elif encoded.kind == "spatial":
-        flat = _by_output(_product(parts, len(parts["latent"][0])), encoded.shape)
-    else:
-        flat = _product(parts, ceil(numel / len(parts["codebook"])))[:numel]
+    bits = encoded.bits.get("indices", 0)
+    flat = weight_of(encoded.kind, encoded.shape, encoded.transposed_groups, bits, parts)
     values = torch.tensor([float(value) for value in flat], dtype=torch.float64)
     assert [Fraction(value) for value in values.float().tolist()] == flat
-    if not groups:
-        return values.reshape(encoded.shape).to(encoded.dtype)
-    return _input_first(values.tolist(), encoded.shape, groups).to(encoded.dtype)
-
-
-def _spread(scale: list[list[Fraction]], rows: int, columns: int) -> list[list[Fraction]]:
-    """A row, a column or one number as the matrix it stands for."""
-    wide = [row * (columns // len(row)) for row in scale]
-    return wide * (rows // len(wide))
-
-
-def _product(parts: dict[str, list[list[Fraction]]], tiles: int) -> list[Fraction]:
-    """Tile after tile: entry i of tile j is sum_k C_ik s_k Z_kj t + mu_i."""
-    rank = len(parts["latent"])
-    codebook_scale = _spread(parts["codebook_scale"], 1, rank)
-    latent_scale = _spread(parts["latent_scale"], rank, tiles)
-    flat = []
-    for tile in range(tiles):
-        for i, codebook_row in enumerate(parts["codebook"]):
-            total = parts["mean"][i][0] if "mean" in parts else Fraction(0)
-            for k, code in enumerate(codebook_row):
-                total += code * codebook_scale[0][k] * parts["latent"][k][tile] * latent_scale[k][tile]
-            flat.append(total)
-    return flat
-
-
-def _summed(parts: dict[str, list[list[Fraction]]], half: int) -> list[Fraction]:
-    """Tile after tile: the sum over stages of the rows that their indices name."""
-    stages, book = parts["indices"], parts["codebook"]
-    count = len(book) // len(stages)
-    flat = []
-    for indices in zip(*stages, strict=True):
-        rows = [book[stage * count + int(index) + half] for stage, index in enumerate(indices)]
-        flat += [sum(numbers, Fraction(0)) for numbers in zip(*rows, strict=True)]
-    return flat
-
-
-def _by_output(columns: list[Fraction], shape: tuple[int, ...]) -> list[Fraction]:
-    """Column after column of a matrix (in*h, out*w), in the order out, in, h, w."""
-    outputs, inputs, height, width = shape
-    return [
-        columns[(o * width + x) * inputs * height + i * height + y]
-        for o in range(outputs)
-        for i in range(inputs)
-        for y in range(height)
-        for x in range(width)
-    ]
-
-
-def _input_first(flat: list[float], shape: tuple[int, ...], groups: int) -> Tensor:
-    """(out, in/g, kernel) in file order to a transposed convolution's (in, out/g, kernel)."""
-    inputs, outputs, kernel = shape[0], shape[1] * groups, prod(shape[2:])
-    weight = torch.zeros(inputs, shape[1], kernel, dtype=torch.float64)
-    numbers = iter(flat)
-    for out in range(outputs):
-        group, within = divmod(out, shape[1])
-        for channel in range(inputs // groups):
-            for position in range(kernel):
-                weight[group * (inputs // groups) + channel, within, position] = next(numbers)
-    return weight.reshape(shape)
+    return values.reshape(encoded.shape).to(encoded.dtype)
 
 
 def test_names_and_aliases():

@@ -22,8 +22,9 @@ from factorpack.format.container import Reader
 from factorpack.hub.quantizer import _open_file
 from factorpack.quantize.trellis import levels_of, machine
 from factorpack.record import Encoded
-from tests.helpers import assert_same_encoded, little_memory, write_packed
+from tests.helpers import assert_same_encoded, write_packed
 from tests.hostile import costly
+from tests.hostile.past_failures import REFUSED
 
 MEGABYTE = 1 << 20
 
@@ -45,56 +46,6 @@ def peak_bytes(work: Callable[[], object]) -> int:
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-
-
-ALIASES = {f"a{i}": "w" for i in range(250)}
-REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
-    "aliases of a large tensor": (
-        lambda: costly.file_of({"w": costly.constant([1024, 1000])}, ALIASES),
-        "250 aliases add 256000000 elements, allowed are ",
-    ),
-    "aliases of a small tensor": (
-        lambda: costly.file_of({"w": costly.constant([1])}, {f"{i}": "w" for i in range(2000)}),
-        "2000 aliases add 32768000 elements",
-    ),
-    "empty tables": (lambda: costly.schema_of(b"{}", b",{}", 11_000_000), " values or more, allowed are "),
-    "tables of one key": (
-        lambda: costly.schema_of(b"0", b',{"a":1}', 200_000),
-        " values or more, allowed are",
-    ),
-    "short texts": (lambda: costly.schema_of(b"0", b',""', 400_000), " values or more, allowed are "),
-    "nested lists": (lambda: costly.schema_of(b"0", b",[[[[[[[]]]]]]]", 2_000_000), "nested 9 deep or more"),
-    "empty tensors": (
-        lambda: costly.schema_of(
-            b"0", b',{"name":"","kind":"keep","dtype":"int8","shape":[0],"parts":{},"crc":0}', 300_000
-        ),
-        " values or more, allowed are ",
-    ),
-    "one long text": (lambda: costly.schema_of(b'"' + b"a" * 2 * MEGABYTE + b'"'), "longer than 1"),
-    "a long product": (
-        lambda: costly.file_of({"w": costly.factors(10_000, 10_000, 10_000)}),
-        "tensor 'w': takes 1000000000000 multiplications in 97657 bytes, allowed are 262144 per byte",
-    ),
-    "a product of some more": (
-        lambda: costly.file_of({"w": costly.factors(300, 300, 300)}),
-        "takes 27000000 multiplications in 88 bytes",
-    ),
-    "long sums": (
-        lambda: costly.file_of({"w": costly.codewords(stages=100, tile=500, count=10_000)}),
-        "takes 32000000000 multiplications",
-    ),
-}
-
-
-@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
-def test_refused_when_opened(tmp_path: Path, make: Callable[[], bytes], message: str) -> None:
-    blob = make()
-    assert len(blob) < 200_000
-    (tmp_path / "file").write_bytes(blob)
-    with little_memory(), pytest.raises(fp.FormatError) as caught:
-        fp.load(tmp_path / "file")
-    assert message in str(caught.value)
-    assert len(str(caught.value)) < 400
 
 
 def test_a_folder_is_refused_before_anything_is_written(tmp_path: Path) -> None:

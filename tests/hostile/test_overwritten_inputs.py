@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import factorpack as fp
 from factorpack import commands as cli
 from factorpack.engine import Local
-from factorpack.errors import PlanError
+from factorpack.errors import PlanError, SourceError
 from tests.helpers import compress_to, seeded
 
 
@@ -167,6 +167,15 @@ def test_in_python(checkpoint: Path, folder: Path) -> None:
         for source, target in ((checkpoint, checkpoint), (folder, folder / "model-1.safetensors")):
             with pytest.raises(PlanError, match="is read by this command"):
                 compress_to(target, source, fp.Scalar(4), engine=engine, progress=False)
+
+
+@pytest.mark.parametrize("output", [".", "/"])
+@pytest.mark.parametrize("command", ["compress", "finetune --model a:b --data images"])
+def test_an_output_without_a_name(checkpoint: Path, command: str, output: str) -> None:
+    """Was a ValueError."""
+    name, *more = command.split()
+    with pytest.raises(SourceError, match=rf"^[{output}] is a folder, expected a file to write"):
+        cli.app([name, str(checkpoint), *more, "-o", output], standalone_mode=False)
 
 
 def test_an_old_output_may_be_replaced(checkpoint: Path, folder: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import factorpack as fp
 from factorpack.calibration.model_folder import PACKED_FILE, open_folder
 from factorpack.errors import FormatError, SourceError
 from factorpack.hub.load import tokenizer_of
-from factorpack.hub.quantizer import _make_folder, _remove_folder
+from factorpack.hub.quantizer import PREFIX, _make_folder, _remove_folder
 from factorpack.source import open_source
 from tests.helpers import seeded
 from tests.hub.conftest import llama
@@ -345,9 +345,9 @@ def test_opening_needs_no_temporary_files(
 def test_what_a_killed_process_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers' own loader reads a decoded file from a temporary folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "factorpack-file").touch()
+    (tmp_path / f"{PREFIX}file").touch()
     (tmp_path / "outside").mkdir()
-    (tmp_path / "factorpack-link").symlink_to(tmp_path / "outside")
+    (tmp_path / f"{PREFIX}link").symlink_to(tmp_path / "outside")
     killed, handle = _make_folder()
     (killed / "model.safetensors").touch()
     in_use, held = _make_folder()
@@ -361,6 +361,16 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path, monkeypatch: pyte
     for each in ((in_use, held), (third, other)):
         _remove_folder(*each)
     assert not in_use.exists()
+
+
+@pytest.mark.parametrize("name", ["factorpack-demo", f"{PREFIX}mine"])
+def test_folders_of_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """`factorpack demo` writes a folder of this name into the working folder, which may be the temporary one."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "net.pt").touch()
+    _remove_folder(*_make_folder())
+    assert (tmp_path / name / "net.pt").is_file()
 
 
 def test_settings_for_generation_are_kept(tmp_path: Path, transformers: Any) -> None:

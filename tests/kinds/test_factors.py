@@ -87,3 +87,19 @@ def test_narrow_tiles_are_the_product_of_their_factors(scale: torch.dtype, count
     mean = torch.arange(9.0)[:, None]
     centred = Encoded("factors", (count, 9), torch.float32, {**parts, "mean": mean}, plain.bits)
     assert_same_tensor(decode(centred), (expected + mean.T).float())
+
+
+def test_weights_do_not_depend_on_the_order_in_memory() -> None:
+    """Where a stream is split, its codes are read into a transposed matrix."""
+    parts = {
+        "codebook": torch.randint(-99, 99, (9, 9), generator=torch.Generator().manual_seed(0)).to(torch.int8),
+        "codebook_scale": torch.full((1, 1), 6e-8),
+        "latent": torch.randint(-99, 99, (9, 384), generator=torch.Generator().manual_seed(1)).to(torch.int8),
+        "latent_scale": torch.full((1, 1), 0.002),
+    }
+    found = [
+        decode(Encoded("factors", (24, 16, 3, 3), torch.float32, parts | own, {"codebook": 8, "latent": 8}))
+        for own in ({}, *({name: parts[name].T.contiguous().T} for name in ("codebook", "latent")))
+    ]
+    assert_same_tensor(found[1], found[0])
+    assert_same_tensor(found[2], found[0])

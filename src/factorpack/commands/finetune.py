@@ -173,7 +173,7 @@ def finetune(
         "target_ratio": target_ratio,
     }
     given = {key: value for key, value in options.items() if value is not None}
-    state = checkpoint or output.with_name(f"{output.name}.checkpoint")
+    state = checkpoint or output.parent / f"{output.name}.checkpoint"
     images = ImageData(data, batch_size, image_size, workers)
     request = FinetuneRequest(source, model, images, output, recipe, teacher, given, state, checkpoint_every)
     if request.run(progress=not as_json):

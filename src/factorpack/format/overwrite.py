@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from factorpack.errors import PlanError
+from factorpack.errors import PlanError, SourceError
 
 
 def check_output(output: Path, *inputs: str | Path | None) -> None:
@@ -16,6 +16,8 @@ def check_output(output: Path, *inputs: str | Path | None) -> None:
     Files are compared by identity and not by name: links are followed, and hard links count. Inputs that do
     not exist, or None, are left to their reader.
     """
+    if not output.name:
+        raise SourceError(f"{output} is a folder, expected a file to write")
     if not output.exists():
         return
     for given in inputs:

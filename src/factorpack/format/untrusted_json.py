@@ -29,7 +29,9 @@ _PIECE = 1 << 18
 """Bytes that are counted at a time."""
 _LONGEST_NAME = 256
 _QUOTE, _BACKSLASH = ord('"'), b"\\"
-_OPEN, _CLOSE, _BETWEEN = b"[{", b"]}", b",:"
+_DEPTH, _IS_COUNTED = np.zeros(256, np.int8), np.zeros(256, np.bool_)
+"""By byte: what it adds to the depth, and whether it counts as a value."""
+_DEPTH[list(b"[{")], _DEPTH[list(b"]}")], _IS_COUNTED[list(b"[{,:")] = 1, -1, True
 
 
 def most_text(file_bytes: int) -> int:
@@ -74,9 +76,8 @@ class Extent:
         quotes = np.cumsum(codes == _QUOTE, dtype=np.uint8) + np.uint8(self._in_string)
         outside = codes[quotes & 1 == 0]
         self._in_string = int(quotes[-1]) & 1 if len(quotes) else self._in_string
-        opened, closed, between = (np.isin(outside, list(each)) for each in (_OPEN, _CLOSE, _BETWEEN))
-        depths = np.cumsum(opened.astype(np.int64) - closed) + self._depth
-        self.values += int(opened.sum()) + int(between.sum())
+        depths = np.cumsum(_DEPTH[outside], dtype=np.int64) + self._depth
+        self.values += int(_IS_COUNTED[outside].sum())
         if len(depths):
             self._depth = int(depths[-1])
             if int(depths.max()) > MOST_DEPTH:

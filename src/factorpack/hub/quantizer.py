@@ -18,7 +18,7 @@ from factorpack.format.container import is_packed
 from factorpack.format.locks import is_same_file, lock
 from factorpack.packed import Packed, load
 
-PREFIX = "factorpack-"
+PREFIX = "factorpack-decoded-"
 """How the names of temporary folders begin."""
 
 
@@ -114,13 +114,18 @@ def _make_folder() -> tuple[Path, int | None]:
     for each in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):  # gone already, no folder, or another user's
             handle = os.open(each, os.O_DIRECTORY | os.O_NOFOLLOW)
-            _remove_folder(each, handle) if lock(handle) else os.close(handle)
+            _remove_folder(each, handle) if lock(handle) and _is_ours(each) else os.close(handle)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         handle = os.open(folder, os.O_DIRECTORY)
         if lock(handle) is not False and is_same_file(handle, folder):
             return folder, handle
         os.close(handle)  # another process has just taken it for one that was left
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether nothing but decoded files is in a folder: someone may have named theirs like ours."""
+    return all(each.suffix == ".safetensors" and each.is_file() for each in folder.iterdir())
 
 
 def _remove_folder(folder: Path, handle: int | None) -> None:

@@ -88,7 +88,8 @@ def _multiply_factors(encoded: Encoded) -> Tensor:
     Two narrow tiles are multiplied as one, with C twice along a diagonal: a matrix product only a few
     elements wide takes four times as long. FP16 scales cannot overflow, so what meets the zeros is finite.
     """
-    codebook = from_codes(encoded.parts["codebook"], encoded.parts["codebook_scale"])
+    # Products of the same numbers differ in their last bits if these lie in another order in memory.
+    codebook = from_codes(encoded.parts["codebook"], encoded.parts["codebook_scale"]).contiguous()
     latent = from_codes(encoded.parts["latent"].T, encoded.parts["latent_scale"].T).contiguous()  # (n, k)
     mean = encoded.parts.get("mean")
     row = None if mean is None else mean.T.to(latent.dtype)

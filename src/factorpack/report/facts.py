@@ -30,7 +30,7 @@ ITEMS = {
     "header": "headers",
 }
 """What a stream is called on the page."""
-_LEAST_LOSS = 1e-12
+_LEAST_LOSS, _LARGEST = 1e-12, 2.0**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +208,9 @@ def _curves(curves: Mapping[str, Curve], lines: Mapping[str, TensorSize]) -> tup
 
 
 def _curve(name: str, curve: Curve, line: TensorSize) -> CurveFacts:
-    ends = len(curve.bytes), len(curve.losses)
-    numbers = [curve.numel, *curve.bytes, *curve.losses]
+    columns = [each if isinstance(each, list | tuple) else () for each in (curve.bytes, curve.losses)]
+    ends = len(columns[0]), len(columns[1])
+    numbers = [curve.numel, *columns[0], *columns[1]]
     if ends[0] != ends[1] or not ends[0] or not all(map(_is_number, numbers)) or curve.numel <= 0:
         raise PlanError(
             f"the curve of {name!r} has {ends} bytes and losses, expected the same count of finite numbers"
@@ -224,4 +225,4 @@ def _curve(name: str, curve: Curve, line: TensorSize) -> CurveFacts:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, (int, float)) and abs(value) < _LARGEST

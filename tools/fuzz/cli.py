@@ -1,26 +1,20 @@
-"""Gives the command line what nobody would: `python -m tools.fuzz_cli --cases 3000 --seed 1`.
+"""Command lines.
 
 Every command gets arguments at random, and files that are whole, damaged, of another kind or not there. It
 may end with the exit codes 0, 1 and 2 and with no other exception than that; it may write where it stands,
-and nothing outside; and it may not take long. The counts are left as JSON.
+and nothing outside; and it may not take long.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import inspect
 import io
 import json
 import os
 import random
-import resource
 import shutil
-import signal
 import sys
-import tempfile
-import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,17 +28,16 @@ from safetensors.torch import save_file
 import factorpack as fp
 from factorpack import commands as cli
 from factorpack.methods import METHODS
-from tools.fuzz_reader import DAMAGES
-from tools.fuzz_recipes import Outcome, record
+from tools.fuzz.damages import DAMAGES
+from tools.fuzz.loop import Judge, Result, Target
 
 CASE_SECONDS = 60.0
-MEMORY_BYTES = 4 << 30
 ALLOWED = (0, 1, 2)
 DAMAGED = 4
 TRAINS = "demo"
 """A minute of work whatever it is given: it gets arguments that do not fit alone."""
 MODELS = (
-    *["tools.fuzz_cli:Net"] * 6,
+    *["tools.fuzz.cli:Net"] * 6,
     "torch.nn:Identity",
     "torch.nn:Linear",
     "os:getcwd",
@@ -186,10 +179,6 @@ def _value(parameter: Parameter, rng: random.Random, files: list[str]) -> str:
     return rng.choice(LIKELY.get(parameter.name, anything) if rng.random() < 0.7 else anything)
 
 
-def _too_long(*_: object) -> None:
-    raise TimeoutError(f"took more than {CASE_SECONDS} s")
-
-
 @contextlib.contextmanager
 def _standing_in(folder: Path) -> Iterator[None]:
     before = Path.cwd()
@@ -225,69 +214,30 @@ def _listing(folder: Path) -> dict[str, int]:
     }
 
 
-@contextlib.contextmanager
-def _little_memory() -> Iterator[None]:
-    """A wall, so that a number that is not checked breaks the case and not the machine."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY_BYTES, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+def prepare(home: Path) -> Judge:
+    inside = home / "inside"
+    (home / "pristine").mkdir()
+    pristine(home / "pristine")
+    outside = _listing(home)
+    files = sorted(path.name for path in (home / "pristine").iterdir())
 
-
-def fuzz(cases: int, number: int, start: int = 0) -> Outcome:
-    """Runs `cases` commands; case i of a seed is always the same one."""
-    outcome, began = Outcome(), time.perf_counter()
-    in_memory = Path("/dev/shm")
-    previous = signal.signal(signal.SIGALRM, _too_long)
-    place = in_memory if in_memory.is_dir() else None
-    with tempfile.TemporaryDirectory(dir=place) as at, _little_memory():
-        home, inside = Path(at), Path(at) / "inside"
-        (home / "pristine").mkdir()
-        pristine(home / "pristine")
-        outside = _listing(home)
-        files = sorted(str(path.relative_to(home / "pristine")) for path in (home / "pristine").iterdir())
-        for index in range(start, start + cases):
-            shutil.copytree(home / "pristine", inside)
-            given = arguments(random.Random(f"{number}:{index}"), files)
-            outcome.cases += 1
-            outcome.counts[_judged(index, given, inside, outcome)] += 1
-            if _listing(home) != outside:
-                outcome.violations.append(f"case {index}, {given}: wrote outside its folder")
+    def judge(rng: random.Random) -> Result:
+        shutil.copytree(home / "pristine", inside)
+        given = arguments(rng, files)
+        try:
+            with _standing_in(inside):
+                code = run(given)
+        except Exception as error:
+            error.args = (f"{error} of {given}",)
+            raise
+        finally:
             shutil.rmtree(inside)
-    signal.signal(signal.SIGALRM, previous)
-    outcome.seconds = time.perf_counter() - began
-    return outcome
+            after = _listing(home)
+            assert after == outside, f"{given} wrote outside its folder"
+        assert code in ALLOWED, f"{given} ends with the code {code!r}"
+        return f"exit {code}", 0
+
+    return judge
 
 
-def _judged(index: int, given: list[str], inside: Path, outcome: Outcome) -> str:
-    try:
-        with _standing_in(inside), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            signal.setitimer(signal.ITIMER_REAL, CASE_SECONDS)
-            code = run(given)
-        if code in ALLOWED:
-            return f"exit {code}"
-        problem = f"exit code {code!r}"
-    except Exception as error:  # whatever it is, it is what this program looks for
-        problem = f"{type(error).__name__}: {error}"
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    outcome.violations.append(f"case {index}, {given}: {problem}")
-    return "violation"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=3_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--start", type=int, default=0, help="first case, to repeat one that failed")
-    chosen = parser.parse_args()
-    torch.set_num_threads(1)
-    return record("cli", chosen.seed, fuzz(chosen.cases, chosen.seed, chosen.start))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+TARGET = Target(prepare, seconds=CASE_SECONDS, is_measured=False)

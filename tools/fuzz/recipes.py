@@ -1,19 +1,13 @@
-"""Reads made-up recipes: `python -m tools.fuzz_recipes --cases 20000 --seed 1`.
+"""Made-up recipes.
 
 A recipe is text from anywhere. It may become a Recipe that plans a model, or a PlanError, and nothing else:
-no other exception, no long wait. The exit status says whether this held; the counts are left as JSON.
+no other exception, no long wait.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import signal
-import sys
-import time
-from collections import Counter
-from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +19,8 @@ from factorpack.methods import METHODS, QSPCA
 from factorpack.planning.families import FAMILIES, family_text
 from factorpack.planning.recipe import recipe_from
 from factorpack.source import open_source
+from tools.fuzz.loop import Result, Run, Target
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "fuzz"
-CASE_SECONDS = 5.0
 FALLBACK = QSPCA(rank=16, latent_bits=4)
 MODEL = open_source(
     {
@@ -39,16 +32,6 @@ MODEL = open_source(
     }
 )
 """What a recipe that could be read is planned for."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What became of the cases, and everything that must not happen."""
-
-    cases: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
-    violations: list[str] = field(default_factory=list)
-    seconds: float = 0.0
 
 
 _WORDS = st.sampled_from(
@@ -169,27 +152,22 @@ def _written(draw: st.DrawFn) -> str:
 RECIPES = st.one_of(_written(), _written(), _damaged(), st.text(max_size=200))
 
 
-def judge(text: str) -> str:
+def judge(text: str) -> Result:
     """What a recipe came to; whatever must not happen is raised."""
     try:
         recipe = recipe_from(text, FALLBACK, "fuzz.toml")
     except PlanError:
-        return "refused"
+        return "refused", 0
     try:
         recipe.recognises(MODEL)
         recipe.rules_for(MODEL).plan(MODEL)
     except PlanError:
-        return "read, and fits no model"
-    return "planned"
+        return "read, and fits no model", 0
+    return "planned", 0
 
 
-def _too_long(*_: object) -> None:
-    raise TimeoutError(f"took more than {CASE_SECONDS} s")
-
-
-def fuzz(cases: int, number: int) -> Outcome:
-    """Judges `cases` recipes; those of a seed are always the same."""
-    outcome = Outcome()
+def drive(cases: int, number: int, run: Run) -> None:
+    """Runs `cases` recipes; those of a seed are always the same."""
 
     @seed(number)
     @settings(
@@ -202,51 +180,9 @@ def fuzz(cases: int, number: int) -> Outcome:
     )
     @given(RECIPES)
     def one(text: str) -> None:
-        outcome.cases += 1
-        try:
-            signal.setitimer(signal.ITIMER_REAL, CASE_SECONDS)
-            result = judge(text)
-        except Exception as error:  # whatever it is, it is what this program looks for
-            result = "violation"
-            outcome.violations.append(f"{type(error).__name__}: {error} in {text!r}")
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        outcome.counts[result] += 1
+        run(repr(text), partial(judge, text))
 
-    began, previous = time.perf_counter(), signal.signal(signal.SIGALRM, _too_long)
-    try:
-        one()
-    finally:
-        signal.signal(signal.SIGALRM, previous)
-    outcome.seconds = time.perf_counter() - began
-    return outcome
+    one()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args()
-    return record("recipes", chosen.seed, fuzz(chosen.cases, chosen.seed))
-
-
-def record(name: str, number: int, outcome: Outcome) -> int:
-    """Leaves the counts as JSON, says them, and returns the exit status."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    command = f"python -m tools.fuzz_{name} --cases {outcome.cases} --seed {number}"
-    document = {
-        "command": command,
-        "cases": outcome.cases,
-        "counts": outcome.counts,
-        "violations": outcome.violations,
-        "seconds": round(outcome.seconds, 1),
-    }
-    (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
-    print(f"{outcome.cases} cases in {outcome.seconds:.0f} s: {dict(outcome.counts)}")
-    for line in outcome.violations[:20]:
-        print(line[:600])
-    return 1 if outcome.violations else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+TARGET = Target(drive=drive)
