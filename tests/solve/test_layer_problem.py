@@ -59,7 +59,7 @@ def off_diagonal(matrix: Tensor) -> float:
 def test_errors_in_any_latent_cost_the_same_and_latents_do_not_correlate(tile: int) -> None:
     rows = mixed(40, 4 * tile, seed=3)
     moments = moments_of(mixed(3000, 4 * tile)[None])
-    matrix = tile_basis(rows, tile, moments).matrix().double()
+    matrix = tile_basis(rows, tile, moments.second).matrix().double()
     eight_bits = 0.5 / 127 * tile**0.5 * 4  # each of `tile` terms half a code off, some columns short
     assert abs(float(torch.linalg.det(matrix).abs()) - 1.0) < tile * eight_bits
 
@@ -105,8 +105,8 @@ def test_the_unit_of_the_inputs_does_not_matter(tile: int, unit: float) -> None:
     """A determinant of many numbers far from 1 overflows; only its root is needed."""
     rows = seeded(150, 2 * tile, seed=3)
     inputs = mixed(1000, 2 * tile)
-    expected = tile_basis(rows, tile, moments_of(inputs[None])).matrix()
-    found = tile_basis(rows, tile, moments_of(unit * inputs[None])).matrix()
+    expected = tile_basis(rows, tile, moments_of(inputs[None]).second).matrix()
+    found = tile_basis(rows, tile, moments_of(unit * inputs[None]).second).matrix()
     assert relative_error(found, expected) < 0.01
 
 
@@ -116,7 +116,7 @@ def test_a_tile_of_inputs_that_are_hardly_ever_there_leaves_a_basis_that_can_be_
     inputs = seeded(4000, tile)
     inputs[:, 0] *= 1e-3
     moments, rows = moments_of(inputs[None]), seeded(64, tile, seed=1)
-    basis = tile_basis(rows, tile, moments)
+    basis = tile_basis(rows, tile, moments.second)
     assert torch.linalg.cond(basis.matrix().double()) < 1e4
     posed = layer_problem(rows, moments, basis)
     assert relative_error(posed.latent[0] @ basis.matrix().T, rows) < 1e-3
@@ -125,7 +125,7 @@ def test_a_tile_of_inputs_that_are_hardly_ever_there_leaves_a_basis_that_can_be_
 @pytest.mark.parametrize("rows", [torch.zeros(8, 18), torch.ones(8, 18)], ids=["zeros", "ones"])
 def test_weights_of_no_spread(rows: Tensor) -> None:
     for moments in (None, moments_of(mixed(500, 18)[None]), moments_of(torch.zeros(1, 5, 18))):
-        matrix = tile_basis(rows, 9, moments).matrix()
+        matrix = tile_basis(rows, 9, moments.second).matrix()
         assert matrix.isfinite().all()
         assert torch.linalg.matrix_rank(matrix) == 9
 
@@ -137,7 +137,7 @@ def test_weights_of_no_spread(rows: Tensor) -> None:
 def test_the_latent_is_the_weight_again(tiles: int, tile: int, seed: int, with_moments: bool) -> None:
     rows = seeded(12, tiles * tile, seed=seed)
     moments = moments_of(mixed(200, tiles * tile, seed=seed + 1)[None]) if with_moments else None
-    basis = tile_basis(rows, tile, moments)
+    basis = tile_basis(rows, tile, moments.second)
     posed = layer_problem(rows, moments, basis)
     back = (posed.latent.reshape(-1, tile) @ basis.matrix().T).reshape_as(rows)
     condition = float(torch.linalg.cond(basis.matrix()))
@@ -159,7 +159,7 @@ def test_the_factor_is_that_of_the_turned_moments(groups: int) -> None:
     inputs = torch.stack([mixed(900, 12, seed=seed) for seed in range(groups)])
     rows = seeded(4 * groups, 12)
     moments = moments_of(inputs)
-    basis = tile_basis(rows, 4, moments)
+    basis = tile_basis(rows, 4, moments.second)
     posed = layer_problem(rows, moments, basis, 0.01)
     assert posed.latent.shape == (groups, 4, 12)
     whole = torch.block_diag(*[basis.matrix().double()] * 3)

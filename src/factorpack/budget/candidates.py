@@ -192,7 +192,7 @@ def _cheapest(
         reference = middle_step(weight, methods[0], bits) / step_at_unit_slope(weight, methods[0])
         # On curves of equal slope a bit is worth this much loss.
         slope = methods[0].price * reference**2
-        slopes[id(weight)] = slope * (0.5 if weight.sensitivity is not None else 1.0 / weight.numel)
+        slopes[id(weight)] = slope * (0.5 if weight.sensitivity is not None else 1.0)
         tries += [Try(weight, method, [reference * step_at_unit_slope(weight, method)]) for method in methods]
     costs: dict[int, list[tuple[float, SecondOrder]]] = {}
     for each, ((size, loss),) in zip(tries, measure_steps(tries), strict=True):
@@ -250,11 +250,12 @@ def middle_step(weight: Weight, method: SecondOrder, bits: float) -> float:
 def step_at_unit_slope(weight: Weight, method: SecondOrder) -> float:
     """Loss is half a sum over codes of a importance step^2 / 12: equal where step ~ (a importance)^-1/2.
 
-    Without data every weight matters as much as its energy: the step is relative to it.
+    Without data the loss is a weight's squared error relative to its energy: about the share of noise in the
+    layer's outputs, which adds up over layers. The step is then relative to the root of the energy.
     """
     problem = method.problem(weight)
     if weight.sensitivity is None:
-        return max(problem.rms, 1e-30)
+        return max(problem.rms, 1e-30) * sqrt(problem.latent.numel())
     return 1.0 / sqrt(max(weight.sensitivity * problem.mean_importance, 1e-30))
 
 

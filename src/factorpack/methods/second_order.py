@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, prod
 from typing import ClassVar
 
 import torch
@@ -32,6 +32,7 @@ from factorpack.solve.layer_problem import (
     Basis,
     LayerProblem,
     layer_problem,
+    smooth_inputs,
     tile_basis,
 )
 from factorpack.solve.trellis_search import FINE_STEP
@@ -45,7 +46,8 @@ class SecondOrder(Method):
     Each column's rounding error is fed into the columns not yet rounded, so that the layer's *output*
     changes least. `price` is what a bit of the entropy-coded file is worth, in squared steps. With `tile`
     above 1 the codes are latents in a basis over tiles of that many weights, such as a 3x3 kernel. Without
-    calibration data the error of the weights themselves is minimised. With a `trellis` of 4 or 8 states the
+    calibration data the error of the weights themselves is minimised, or where a tile is a kernel, the error of
+    its response to smooth inputs. With a `trellis` of 4 or 8 states the
     codes are a path through it where that makes them smaller: fewer bits at the same error.
     """
 
@@ -115,7 +117,8 @@ class SecondOrder(Method):
 
         def make() -> LayerProblem:
             rows, moments = weight.rows(), self.moments_of(weight)
-            basis = tile_basis(rows, tile, moments) if tile > 1 else None
+            second = _expected_inputs(weight, tile) if moments is None else moments.second
+            basis = tile_basis(rows, tile, second) if tile > 1 else None
             return layer_problem(rows, moments, basis, self.damping)
 
         return weight.prepare((tile, self.damping), make)
@@ -137,6 +140,12 @@ class SecondOrder(Method):
             codes, _ = round_with_feedback(latent, problem.factor, step, nearest)
         parts = {"codes": codes.reshape(rows.shape).to(torch.int8).contiguous(), "scale": scale}
         return weight.encoded("scalar", parts, {"codes": bits})
+
+
+def _expected_inputs(weight: Weight, tile: int) -> Tensor | None:
+    """Second moments to assume of the inputs to a tile that is one kernel of a convolution."""
+    kernel = weight.shape[2:]
+    return smooth_inputs(kernel) if kernel and prod(kernel) == tile > 1 else None
 
 
 def check_trellis(states: int) -> None:
