@@ -49,6 +49,12 @@ def write_packed(
             writer.alias(alias, target)
 
 
+def flipped(content: bytes, bit: int) -> bytes:
+    """The same bytes but for one bit."""
+    place = bit // 8
+    return content[:place] + bytes([content[place] ^ 1 << bit % 8]) + content[place + 1 :]
+
+
 def compress_to(path: str | Path, source: Any, *settings: Any, **more: Any) -> fp.Packed:
     """`compress` straight into a file."""
     return fp.compress(source, *settings, to=path, **more)

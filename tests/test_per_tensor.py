@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,13 @@ from factorpack import per_tensor
 from factorpack.engine import Local, Outcome, Ray, Task
 from factorpack.engine.task import perform, require_success
 from factorpack.errors import EngineError, PlanError, SourceError, WeightError
+from factorpack.format.container import Reader
 from factorpack.format.locks import locked
 from factorpack.methods import METHODS
 from factorpack.planning.rules import Choice
 from factorpack.record import Encoded
 from factorpack.weight import Weight
-from tests.helpers import compress_to, seeded
+from tests.helpers import compress_to, flipped, seeded
 
 METHOD = fp.QSPCA(8, 4, tile=16)
 
@@ -118,7 +120,8 @@ def test_a_killed_run_goes_on_from_what_is_whole(checkpoint: Path, expected: byt
     files[0].write_bytes(files[0].read_bytes()[:-1])  # as a disk might leave it
     (tmp_path / "out.parts" / ".x.part.0.tmp").write_bytes(b"a killed worker's")
     second = Here()
-    compress_to(out, checkpoint, METHOD, engine=second)
+    with pytest.warns(UserWarning, match=r"\.part is damaged, so '[\w.]+' is made again"):
+        compress_to(out, checkpoint, METHOD, engine=second)
     assert out.read_bytes() == expected
     assert len(second.names) == len(state()) - 3
     assert left(tmp_path) == {"out"}
@@ -153,23 +156,69 @@ def test_parts_of_an_older_checkpoint_are_not_taken(checkpoint: Path, tmp_path: 
     engine = Here()
     compress_to(tmp_path / "out", checkpoint, METHOD, engine=engine)
     compress_to(tmp_path / "serial", checkpoint, METHOD)
-    assert set(engine.names) == set(changed), "the other shard is what it was"
+    assert engine.names == ["deep.weight", "empty"], "one has changed, one had not been reached"
     assert (tmp_path / "out").read_bytes() == (tmp_path / "serial").read_bytes()
 
 
 def test_a_checkpoint_that_changes_on_the_way_is_noticed(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Choice.encode
+    real, seen = Choice.encode, []
 
     def encode(self: Choice, weight: Weight) -> Encoded:
-        os.utime(checkpoint / "a.safetensors", ns=(1, 1))
+        if not seen:
+            flip_last_bit(checkpoint / "b.safetensors")
+        seen.append(weight)
         return real(self, weight)
 
     monkeypatch.setattr(Choice, "encode", encode)
-    with pytest.raises(SourceError, match="has changed while it was being compressed"):
+    with pytest.raises(SourceError, match=r"'deep.weight' of .* has changed while it was being compressed"):
         compress_to(tmp_path / "out", checkpoint, METHOD, engine=Here())
-    assert left(tmp_path) == set()
+    assert left(tmp_path) == {"out.parts"}
+    assert len(list((tmp_path / "out.parts").iterdir())) == 3, "what was made from the first shard is good"
+
+
+def flip_last_bit(file: Path) -> None:
+    """Neither the size nor the time of the file changes."""
+    before = file.stat()
+    content = file.read_bytes()
+    with file.open("r+b") as opened:
+        opened.write(flipped(content, 8 * len(content) - 1))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("how", [{"method": fp.Scalar(4)}, {"ratio": 12.0}])
+def test_a_change_far_into_the_checkpoint_is_noticed(how: dict[str, Any], tmp_path: Path) -> None:
+    """With the same size, time and first megabyte, and a bit that changes the codes."""
+    first, last = seeded(600, 512), seeded(64, 64, seed=1)
+    last[-1, -1] = -last.abs().max()
+    file, out = tmp_path / "net.safetensors", tmp_path / "out"
+    save_file({"a.weight": first, "b.weight": last}, file)
+    whole = Here()
+    compress_to(tmp_path / "before", file, engine=whole, progress=False, **how)
+    ended = Here(stop_after=len(whole.names) - 1)
+    with pytest.raises(KeyboardInterrupt):
+        compress_to(out, file, engine=ended, progress=False, **how)
+    flip_last_bit(file)
+    compress_to(out, file, engine=Here(), progress=False, **how)
+    compress_to(tmp_path / "expected", file, engine=Here(), progress=False, **how)
+    assert (tmp_path / "expected").read_bytes() != (tmp_path / "before").read_bytes()
+    assert out.read_bytes() == (tmp_path / "expected").read_bytes()
+
+
+def test_a_part_under_another_name_is_not_taken(checkpoint: Path, expected: bytes, tmp_path: Path) -> None:
+    """The same tensor by another method is whole, and not what its name says."""
+    out = tmp_path / "out"
+    stopped(checkpoint, out)
+    parts = {Reader(part).schema.tensors[0].name: part for part in (tmp_path / "out.parts").iterdir()}
+    part = parts["deep.weight"]
+    per_tensor.write_part(
+        tmp_path / "other.part", "deep.weight", fp.Scalar(2).encode(Weight(seeded(640, 160)))
+    )
+    (tmp_path / "other.part").replace(part)
+    with pytest.warns(UserWarning, match="'deep.weight' is made again: it holds .* which is another part"):
+        compress_to(out, checkpoint, METHOD, engine=Here())
+    assert out.read_bytes() == expected
 
 
 def test_a_second_run_is_told_of_the_first(checkpoint: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import factorpack as fp
+from factorpack import source
 from factorpack.errors import SourceError
 from factorpack.record import DTYPES
 from factorpack.source import import_model, natural_key, open_source
@@ -323,3 +324,80 @@ def test_numbers_in_names_sort_as_numbers(one: int, other: int) -> None:
 @pytest.mark.parametrize("name", ["", "1", "a1b22", "layer²", "²", "٣", "ab.0.10", "9" * 5000])
 def test_any_name_has_a_place_in_it(name: str) -> None:
     assert sorted(["a", name], key=natural_key)
+
+
+class Calls:
+    """A function that counts its calls."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.count = function, 0
+
+    def __call__(self, *arguments: Any, **more: Any) -> Any:
+        self.count += 1
+        return self.function(*arguments, **more)
+
+
+def test_a_header_is_read_once_however_many_tensors_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {f"layer{n}.weight": seeded(4, 4, seed=n) for n in range(40)}
+    save_file(state, tmp_path / "many.safetensors")
+    calls = {name: Calls(getattr(source, name)) for name in ("safe_open", "_read_header")}
+    for name, counting in calls.items():
+        monkeypatch.setattr(source, name, counting)
+    fp.compress(tmp_path / "many.safetensors", fp.Scalar(4), to=tmp_path / "out", progress=False)
+    assert {name: counting.count for name, counting in calls.items()} == {"safe_open": 1, "_read_header": 1}
+    for name, entry in open_source(tmp_path / "many.safetensors").entries.items():
+        assert_same_tensor(entry.load(), state[name])
+
+
+@pytest.mark.parametrize("how", ["replaced", "shorter", "gone"])
+def test_a_file_that_changes_after_it_was_opened(how: str, tmp_path: Path) -> None:
+    """Its header is known from before: nothing is read from where a tensor was."""
+    file = tmp_path / "net.safetensors"
+    save_file({"a": seeded(8), "b": seeded(8, seed=1)}, file)
+    entry = open_source(file).entries["b"]
+    if how == "replaced":
+        save_file({"0": seeded(2), "a": seeded(8), "b": seeded(6)}, tmp_path / "other")
+        (tmp_path / "other").replace(file)
+    elif how == "shorter":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        file.unlink()
+    with pytest.raises(SourceError, match=r"has changed since it was opened|can no longer be read"):
+        entry.load()
+
+
+def tied_folder(folder: Path, state: dict[str, Tensor]) -> Path:
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"tie_word_embeddings": true}')
+    return folder
+
+
+def test_heads_are_read_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tied_folder(tmp_path, {f"head.{n}.weight": seeded(8, 8, seed=n) for n in range(30)})
+    reading = Calls(source._read_tensor)
+    monkeypatch.setattr(source, "_read_tensor", reading)
+    assert open_source(folder).aliases == {}
+    assert reading.count == 30
+
+
+def test_copies_of_heads_and_embeddings_are_aliases(tmp_path: Path) -> None:
+    one, two, three = (seeded(8, 8, seed=n) for n in range(3))
+    state = {
+        "a.head.weight": one,
+        "embed.weight": one.clone(),
+        "head.0.weight": two,
+        "head.1.weight": two.clone(),
+        "head.2.weight": one.clone(),
+        "head.3.weight": three,
+        "head.4.weight": one[:4].clone(),
+        "other.weight": one.clone(),
+    }
+    opened = open_source(tied_folder(tmp_path, state))
+    assert opened.aliases == {
+        "a.head.weight": "embed.weight",
+        "head.0.weight": "head.1.weight",
+        "head.2.weight": "embed.weight",
+    }
+    assert set(opened.entries) == set(state) - set(opened.aliases)

@@ -1,9 +1,10 @@
 """Kills commands at random moments and lets them go on: `python -m tools.kill_runs --kills 60`.
 
-Each command runs undisturbed once. Then it is run again in an empty folder, killed with its workers at a
-random moment (SIGKILL to the whole process group), started again, and so on until it ends by itself. After
-every kill whatever stands under a final name must be whole, and the end must be the undisturbed run's, byte
-for byte, with nothing left over. The exit status says whether all of this held.
+Each command runs undisturbed once. Then it is run again in an empty folder, ended at a random moment (by SIGKILL,
+SIGTERM or SIGINT, alone or with its workers), started again, and so on until it ends by itself. After every kill
+whatever stands under a final name must be whole. After SIGTERM and SIGINT the command has also removed its lock
+and its temporary file. The end must be the undisturbed run's, byte for byte, with nothing left over. The exit
+status says whether all of this held.
 
 Commands run in children of this process, forked after its imports, so that kills hit the work.
 """
@@ -33,7 +34,7 @@ from safetensors.torch import save_file
 
 from benchmarks.measure import machine
 from benchmarks.run import RESULTS
-from factorpack.commands import app, command_line, engines
+from factorpack.commands import app, command_line, engines, exit_on_sigterm
 from factorpack.engine import Local
 from factorpack.format.container import Reader
 from tests.commands.test_compress_budget import wide_net
@@ -43,6 +44,11 @@ from tests.tune.small_net import build, write_images
 MOST_IN_A_ROW = 12
 """Kills of one run before it is left alone: the next may be killed earlier and earlier."""
 PATIENCE_S = 120.0
+Ending = tuple[signal.Signals, bool]
+"""A signal, and whether the workers get it too."""
+ENDINGS: list[Ending] = [
+    (number, group) for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT) for group in (True, False)
+]
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,7 @@ def _point(path: Path) -> bytes:
     if path.suffix == ".md":
         return b""
     document = json.loads(path.read_text())
+    document.pop("checksum", None)
     for point in document.get("points", [document]):
         point.pop("compress_s")
     return json.dumps(document).encode()
@@ -155,6 +162,7 @@ def started(arguments: list[str], log: Path) -> int:
         handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
+        exit_on_sigterm()
         app(arguments, standalone_mode=False)
         status = 0
     except BaseException:
@@ -164,15 +172,16 @@ def started(arguments: list[str], log: Path) -> int:
         os._exit(status)
 
 
-def ended(child: int, within_s: float) -> int | None:
-    """The exit code of a child that ended in time; None of one that was killed, with its group."""
+def ended(child: int, within_s: float, ending: Ending = ENDINGS[0]) -> int | None:
+    """The exit code of a child that ended in time; None of one that was killed."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.002)
-    os.killpg(child, signal.SIGKILL)
+    number, group = ending
+    (os.killpg if group else os.kill)(child, number)
     os.waitpid(child, 0)
     _wait_for_group(child)
     return None
@@ -229,9 +238,13 @@ def disturbed(
     for row in range(in_a_row + 1):
         done = set(finals(folder)) == set(expected)  # a run that has ended would only begin anew
         within = PATIENCE_S if done or row == in_a_row else draw.uniform(0.02, 1.1 * count.whole_s)
-        code = ended(started(command.arguments(given, folder), log), within)
+        ending, before = draw.choice(ENDINGS), set(folder.glob(".*"))
+        code = ended(started(command.arguments(given, folder), log), within, ending)
         if code is None:
             count.kills += 1
+            if ending[0] != signal.SIGKILL:
+                left = sorted(path.name for path in set(folder.glob(".*")) - before)
+                count.violations += [f"{name}: {ending[0].name} leaves {left}"] if left else []
             count.violations += [
                 f"{name}: {problem}" for problem in _problems(command, folder, expected, count)
             ]

@@ -20,12 +20,16 @@ import torch
 from factorpack.engine import Engine, Task, run_tasks
 from factorpack.errors import FormatError, PlanError, SourceError, while_compressing
 from factorpack.format.atomic import rename
+from factorpack.format.checked_file import say_damaged
 from factorpack.format.container import Reader, check_target
 from factorpack.format.locks import locked
 from factorpack.format.packed_file import assemble, write_packed
 from factorpack.format.schema import VERSION
 from factorpack.planning.rules import Choice
-from factorpack.source import Entry, Source, file_fingerprint, open_source
+from factorpack.record import Encoded
+from factorpack.source import Entry, Source, checksum_of, open_source
+from factorpack.version import __version__
+from factorpack.weight import Weight
 
 BASE_BYTES = 320 << 20
 """Memory of an interpreter that has imported torch."""
@@ -39,8 +43,8 @@ class StoredTensor:
 
     checkpoint: Path
     name: str
-    mark: str
-    """The state of the file that holds it, to notice if it changes on the way."""
+    checksum: str
+    """Of its values as the driver saw them, to notice if they change on the way."""
 
 
 def compress_per_tensor(
@@ -50,13 +54,15 @@ def compress_per_tensor(
     checkpoint = checkpoint_path(source)
     target = path.absolute()  # a worker may run in another folder
     with work_folder(target) as folder:
-        marks = file_marks(opened)
-        files = {name: folder / work_file_name(marks[name], name, choice) for name, choice in plan.items()}
+        checksums = checksums_of(opened)
+        files = {
+            name: folder / work_file_name(checksums[name], name, choice) for name, choice in plan.items()
+        }
         tasks = [
             Task(
                 name,
                 encode_tensor,
-                (StoredTensor(checkpoint, name, marks[name]), choice, files[name]),
+                (StoredTensor(checkpoint, name, checksums[name]), choice, files[name]),
                 peak_bytes(opened.entries[name], choice),
                 opened.entries[name].numel,
             )
@@ -70,9 +76,9 @@ def compress_per_tensor(
 
 def encode_tensor(stored: StoredTensor, choice: Choice, file: Path) -> None:
     """A worker's task: reads one tensor, codes it, and writes it as a packed file of its own."""
-    with unchanged(stored) as source, while_compressing(stored.name):
-        encoded = choice.encode(source.weight(stored.name))
-    write_packed(file, [(stored.name, encoded)], {})
+    with while_compressing(stored.name):
+        encoded = choice.encode(read_stored(stored))
+    write_part(file, stored.name, encoded)
 
 
 def join_files(folder: Path, files: Mapping[str, Path], opened: Source, target: Path) -> None:
@@ -113,36 +119,53 @@ def parts_folder(path: Path) -> Path:
     return path.with_name(f"{path.name}.parts")
 
 
-def file_marks(opened: Source) -> dict[str, str]:
-    """For each tensor, the state of the file that holds it."""
-    files = {name: _file_of(entry) for name, entry in opened.entries.items()}
-    marks = {file: file_fingerprint(file) for file in set(files.values())}
-    return {name: marks[file] for name, file in files.items()}
+def checksums_of(opened: Source) -> dict[str, str]:
+    """For each tensor, what its parts are recognised by: the checkpoint is read once from end to end."""
+    return {name: checksum_of(entry.load()) for name, entry in opened.entries.items()}
 
 
 def work_file_name(*depends_on: object) -> str:
     """A file name made of all that the file's bytes depend on."""
-    key = repr((*depends_on, VERSION, torch.__version__))
+    key = repr((*depends_on, VERSION, __version__, torch.__version__))
     return f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.part"
 
 
-@contextmanager
-def unchanged(stored: StoredTensor) -> Iterator[Source]:
-    """The checkpoint a worker reads a tensor from; an error where it is not the one the driver saw."""
-    source = _open_once(stored.checkpoint)
-    if stored.name not in source.entries:
-        raise SourceError(f"{stored.checkpoint} has no tensor {stored.name!r} any more")
-    yield source
-    if file_fingerprint(_file_of(source.entries[stored.name])) != stored.mark:
-        raise SourceError(f"{stored.checkpoint} has changed while it was being compressed: start again")
+def read_stored(stored: StoredTensor) -> Weight:
+    """The weight a worker codes; an error where it is not the one the driver saw."""
+    for _ in range(2):
+        with suppress(SourceError):
+            source = _open_once(stored.checkpoint)
+            weight = source.weight(stored.name) if stored.name in source.entries else None
+            if weight is not None and checksum_of(weight.values) == stored.checksum:
+                return weight
+        _open_once.cache_clear()  # a worker that has served another run knows the checkpoint as it was then
+    raise SourceError(
+        f"{stored.name!r} of {stored.checkpoint} has changed while it was being compressed: start again"
+    )
+
+
+def write_part(file: Path, name: str, encoded: Encoded) -> None:
+    """Writes a tensor as a packed file, which says beside it what it was made from."""
+    nothing = Encoded("keep", (0,), torch.uint8, {"values": torch.empty(0, dtype=torch.uint8)})
+    write_packed(file, [(name, encoded), (_origin(file), nothing)], {})
 
 
 def is_whole(file: Path, name: str) -> bool:
-    """Whether a file is there, undamaged, and holds that tensor."""
-    try:
-        return list(Reader(file)) == [name]
-    except FormatError:
+    """Whether a part is there and is that tensor's, made from what its name says; a damaged one is reported."""
+    if not file.exists():
         return False
+    try:
+        if list(found := Reader(file)) == [name, _origin(file)]:
+            return True
+        raise FormatError(f"it holds {sorted(found)[:2]}, which is another part")
+    except FormatError as error:
+        say_damaged(file, repr(name), error)
+        return False
+
+
+def _origin(file: Path) -> str:
+    """An entry with the name of its file, so that no other file is taken for it."""
+    return f"made from:{file.stem}"
 
 
 def peak_bytes(entry: Entry, choice: Choice) -> int:
@@ -154,8 +177,3 @@ def peak_bytes(entry: Entry, choice: Choice) -> int:
 def _open_once(checkpoint: Path) -> Source:
     """Once per worker: the headers of a checkpoint in many shards take a while."""
     return open_source(checkpoint)
-
-
-def _file_of(entry: Entry) -> Path:
-    assert entry.file is not None, "entries of a checkpoint on disk know their file"
-    return entry.file

@@ -6,13 +6,15 @@ import hashlib
 import importlib
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 from factorpack.errors import SourceError
 from factorpack.format.container import METADATA_KEY, SAFETENSORS_TYPES
+from factorpack.format.streams import raw_bytes
 from factorpack.record import LayerMoments, LayerSample, weight_of
 from factorpack.torch_file import read_torch_file
 from factorpack.weight import Weight
@@ -53,8 +56,6 @@ class Entry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     load: Callable[[], Tensor]
-    file: Path | None = None
-    """The file that holds it, if one does."""
 
     @property
     def numel(self) -> int:
@@ -138,15 +139,14 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
     ]
 
 
-def file_fingerprint(path: Path) -> str:
-    """Detects a changed file without reading all of it: path, size, time and a hash of its beginning."""
-    found = path.stat()
-    with path.open("rb") as file:
-        head = hashlib.sha256(file.read(HEAD_BYTES)).hexdigest()
-    return f"{path.resolve()} {found.st_size} {found.st_mtime_ns} {head}"
+def checksum_of(values: Tensor) -> str:
+    """Of a tensor's type, shape and values: whatever is made from it depends on all of them."""
+    found = hashlib.sha256(f"{values.dtype} {tuple(values.shape)}".encode())
+    found.update(raw_bytes(values))
+    return found.hexdigest()
 
 
-def _from_state_dict(state: Mapping[str, Any], file: Path | None = None) -> Source:
+def _from_state_dict(state: Mapping[str, Any]) -> Source:
     entries: dict[str, Entry] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[object, ...], str] = {}
@@ -159,7 +159,7 @@ def _from_state_dict(state: Mapping[str, Any], file: Path | None = None) -> Sour
         if first != name:
             aliases[name] = first
         else:
-            entries[name] = Entry(tuple(value.shape), value.dtype, _return_always(value.detach()), file)
+            entries[name] = Entry(tuple(value.shape), value.dtype, _return_always(value.detach()))
     return Source(entries, aliases)
 
 
@@ -181,7 +181,7 @@ def _open_path(path: Path) -> Source:
     if path.suffix == ".safetensors":
         return Source(dict(_safetensors_entries(path)))
     if path.suffix in PICKLED:
-        opened = _from_state_dict(read_torch_file(path), path)
+        opened = _from_state_dict(read_torch_file(path))
         _check_declared(opened, path)
         return opened
     allowed = ", ".join((*SHARDS, ".index.json"))
@@ -239,18 +239,37 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def _merge_tied_heads(source: Source) -> Source:
-    """Makes a head an alias of the embedding it is tied to, where a checkpoint holds identical copies of both."""
-    entries, aliases = dict(source.entries), dict(source.aliases)
-    for name in [name for name in entries if HEADS & set(name.split("."))]:
-        head = entries[name]
-        for embedding, entry in list(entries.items()):
-            alike = (entry.shape, entry.dtype) == (head.shape, head.dtype) and len(entry.shape) == 2
-            if embedding != name and alike and torch.equal(entry.load(), head.load()):
-                del entries[name]
-                moved = {alias: embedding for alias, target in aliases.items() if target == name}
-                aliases |= moved | {name: embedding}
-                break
-    return Source(entries, aliases)
+    """Makes a head an alias of the embedding it is tied to, where a checkpoint holds identical copies of both.
+
+    Tensors that may be copies are read once each.
+    """
+    tied: dict[str, str] = {}
+    for copies in _copies_of_heads(source.entries):
+        # Heads that are copies of each other, and of nothing else, become the last of them.
+        first = next((name for name in copies if not _is_head(name)), copies[-1])
+        tied |= {name: first for name in copies if _is_head(name) and name != first}
+    entries = {name: entry for name, entry in source.entries.items() if name not in tied}
+    aliases = {alias: tied.get(target, target) for alias, target in source.aliases.items()}
+    return Source(entries, aliases | tied)
+
+
+def _copies_of_heads(entries: Mapping[str, Entry]) -> Iterator[list[str]]:
+    """Names of matrices that are bit for bit the same, where a head is among them."""
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for name, entry in entries.items():
+        if len(entry.shape) == 2:
+            alike.setdefault((entry.shape, entry.dtype), []).append(name)
+    for names in alike.values():
+        if len(names) == 1 or not any(map(_is_head, names)):
+            continue
+        same: dict[str, list[str]] = {}
+        for name in names:
+            same.setdefault(checksum_of(entries[name].load()), []).append(name)
+        yield from (copies for copies in same.values() if len(copies) > 1)
+
+
+def _is_head(name: str) -> bool:
+    return bool(HEADS & set(name.split(".")))
 
 
 def _open_index(path: Path) -> Source:
@@ -284,28 +303,50 @@ def _is_shard(name: object) -> bool:
 
 def _safetensors_entries(path: Path) -> Iterator[tuple[str, Entry]]:
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="pt") as file:  # which checks the header against the file
             if METADATA_KEY in (file.metadata() or {}):
                 raise SourceError(f"{path} is already a packed file: decode it first")
-            for name in sorted(file.keys(), key=natural_key):
-                piece = file.get_slice(name)
-                kind = piece.get_dtype()
-                if kind not in _SAFETENSORS_DTYPES:
-                    raise SourceError(f"tensor {name!r} of {path} has the unknown type {kind}")
-                shape, dtype = tuple(piece.get_shape()), _SAFETENSORS_DTYPES[kind]
-                yield name, Entry(shape, dtype, _lazy_load(path, name), path)
+        state, start, header = _read_header(path)
     except (SafetensorError, OSError) as error:
         raise SourceError(f"{path} is not a whole safetensors file: {error}") from error
+    header.pop("__metadata__", None)
+    for name in sorted(header, key=natural_key):
+        kind, shape = header[name]["dtype"], tuple(header[name]["shape"])
+        if kind not in _SAFETENSORS_DTYPES:
+            raise SourceError(f"tensor {name!r} of {path} has the unknown type {kind}")
+        dtype, place = _SAFETENSORS_DTYPES[kind], start + header[name]["data_offsets"][0]
+        yield name, Entry(shape, dtype, partial(_read_tensor, path, name, shape, dtype, place, state))
 
 
-def _lazy_load(path: Path, name: str) -> Callable[[], Tensor]:
-    def load() -> Tensor:
-        # Reopened for each tensor: a mapped file that stays open keeps every page it has read resident.
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensor: Tensor = file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise SourceError(f"tensor {name!r} can no longer be read from {path}: {error}") from error
-        return tensor
+FileState = tuple[int, ...]
 
-    return load
+
+def _read_header(path: Path) -> tuple[FileState, int, dict[str, Any]]:
+    """The state of a file, where its data start, and its entries: read once, however many tensors there are."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return _state_of(file), 8 + size, json.loads(file.read(size))
+
+
+def _state_of(file: BinaryIO) -> FileState:
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _read_tensor(
+    path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype, place: int, state: FileState
+) -> Tensor:
+    values = torch.empty(shape, dtype=dtype)
+    try:
+        # Opened for each tensor: a mapped file that stays open keeps every page it has read resident.
+        with path.open("rb") as file:
+            if _state_of(file) != state:
+                raise SourceError(f"{path} has changed since it was opened: start again")
+            file.seek(place)
+            if values.numel():
+                buffer = memoryview(values.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+                if file.readinto(buffer) != len(buffer):
+                    raise OSError("the file ends too early")
+    except OSError as error:
+        raise SourceError(f"tensor {name!r} can no longer be read from {path}: {error}") from error
+    return values

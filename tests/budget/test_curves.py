@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factorpack.budget.curves import Curve, allocate
-from factorpack.errors import PlanError
+from factorpack.budget.curves import Curve, allocate, load_curves, save_curves
+from factorpack.errors import FormatError, PlanError
+from tests.helpers import flipped
 
 STEPS = [0.5 * 2.0**octave for octave in range(5)]
 CURVE = Curve(STEPS, [1000, 800, 500, 200, 100], [0.1, 0.3, 0.9, 2.0, 3.0], 1600, 1, 1.0)
@@ -88,6 +90,27 @@ def test_a_budget_larger_than_anything_is_met_by_fine_steps() -> None:
     steps = allocate(CURVES, 1e9)
     assert all(step > 0 for step in steps.values())
     assert sum(CURVES[name].bytes_at(step) for name, step in steps.items()) <= 1e9
+
+
+def test_a_file_without_curves_is_named_in_few_words(tmp_path: Path) -> None:
+    """Not with all its content."""
+    file = tmp_path / "weights.safetensors"
+    file.write_bytes(b"\x90\x01" * 6_000_000)
+    with pytest.raises(
+        PlanError, match=r"holds no curves: it begins with .*; remove it or name another"
+    ) as caught:
+        load_curves(file, "mark")
+    assert len(str(caught.value)) < 300 + len(str(file))
+    assert file.stat().st_size == 12_000_000
+
+
+def test_curves_that_are_damaged_are_told_from_other_files(tmp_path: Path) -> None:
+    save_curves(tmp_path / "curves", CURVES, "mark")
+    assert load_curves(tmp_path / "curves", "mark") == CURVES
+    whole = (tmp_path / "curves").read_bytes()
+    (tmp_path / "curves").write_bytes(flipped(whole, 4 * len(whole)))
+    with pytest.raises(FormatError, match="curves: the checksum does not match"):
+        load_curves(tmp_path / "curves", "mark")
 
 
 def test_the_nearest_step_is_so_in_octaves() -> None:

@@ -532,3 +532,36 @@ def test_a_budget_beyond_what_codes_can_use() -> None:
     planned = fp.plan(state, max_bytes=1_000_000)
     assert planned.budget_bytes == 1_000_000
     assert all(line.bytes <= line.source_bytes / 2 for line in planned.tensors)  # 16 bits of 32
+
+
+@pytest.mark.parametrize("scale", [1e18, 1e30, 1e-25])
+def test_weights_whose_squares_leave_the_range_of_fp32(scale: float, tmp_path: Path) -> None:
+    weight = seeded(48, 64)
+    packed = compressed({"a.weight": weight * scale, "b.weight": seeded(48, 64, seed=1)}, ratio=8.0)
+    plain = compressed({"a.weight": weight, "b.weight": seeded(48, 64, seed=1)}, ratio=8.0)
+    expected = relative_error(decode(plain["a.weight"]), weight)
+    assert relative_error(decode(packed["a.weight"]) / scale, weight) == pytest.approx(expected, rel=0.05)
+    assert saved_bytes(packed, tmp_path) <= 2 * 48 * 64 * 4 / 8
+
+
+@pytest.mark.parametrize("trellis", [0, 4])
+def test_rows_of_very_unlike_size_are_all_kept(trellis: int, tmp_path: Path) -> None:
+    """A norm may follow, and without data nothing says that small rows do not matter."""
+    weight = seeded(64, 96) * torch.logspace(0, -4, 64)[:, None]
+    packed = compressed({"a.weight": weight}, ratio=8.0, planner=Planner(trellis=trellis))
+    assert saved_bytes(packed, tmp_path) <= 4 * weight.numel() / 8
+    lost = [relative_error(*rows) for rows in zip(decode(packed["a.weight"]), weight, strict=True)]
+    assert max(lost) < 0.3
+    assert packed["a.weight"].parts["scale"].shape == (64, 1)
+
+
+@pytest.mark.parametrize("quiet", [0, 15, 64])
+def test_rows_alike_and_dead_rows_share_one_step(quiet: int) -> None:
+    """Less than a quarter of small rows, or rows that are zero in practice, cost no steps of their own."""
+    size = torch.ones(64, 1)
+    size[:quiet] = 1e-3 if quiet == 15 else 1.0
+    size[-40:] = 1e-9 if quiet == 0 else size[-40:]
+    packed = compressed({"a.weight": seeded(64, 96) * size}, ratio=8.0)
+    assert packed["a.weight"].parts[
+        "scale" if packed["a.weight"].kind == "scalar" else "latent_scale"
+    ].shape == (1, 1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from inspect import getdoc
 from pathlib import Path
 from types import ModuleType
@@ -147,3 +150,26 @@ def test_what_only_reads_imports_no_compressor(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out.safetensors").exists()
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was writing is cleaned up, and so are its lock and its folder."""
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def terminated(*_: object) -> None:
+        seen.extend(path.name for path in tmp_path.iterdir())
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+
+    given = {path.name for path in tmp_path.iterdir()}
+    monkeypatch.setattr("factorpack.format.atomic.rename", terminated)
+    try:
+        out = tmp_path / "out.safetensors"
+        assert run(monkeypatch, "compress", checkpoint, "-o", out, "--ratio", 5) == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert any(name.endswith(".lock") for name in seen)
+    assert {path.name for path in tmp_path.iterdir()} == given

@@ -41,6 +41,8 @@ CHOSEN: dict[str, tuple[dict[str, Any], ...]] = {
             "samples": 16,
             "trellis": 8,
             "try_plain": False,
+            "row_steps": True,
+            "smooth": True,
         },
         {"bits": 4, "tile": 1},
     ),

@@ -14,7 +14,7 @@ import factorpack as fp
 from factorpack.budget.curves import Curve, save_curves
 from factorpack.commands.report import comparison_facts
 from tests.commands.running import run
-from tests.helpers import seeded
+from tests.helpers import flipped, seeded
 
 STATE = {"body.weight": seeded(64, 32, 3, 3), "body.bias": seeded(64), "fc.weight": seeded(10, 64)}
 POINT = {
@@ -160,7 +160,11 @@ class TestComparison:
     [
         (lambda _: None, "there is no file"),
         (lambda path: path.write_text("{}"), "holds no curves"),
-        (lambda path: path.write_text('{"fingerprint": "", "curves": {}}'), "another model"),
+        (lambda path: save_curves(path, {}, ""), "another model"),
+        (
+            lambda path: (save_curves(path, {}, ""), path.write_bytes(flipped(path.read_bytes(), 801))),
+            "checksum",
+        ),
     ],
 )
 def test_curves_that_are_none(

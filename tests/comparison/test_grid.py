@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from factorpack.comparison import BASELINES, PLANNED, Grid, Point, compare
 from factorpack.comparison.figure import pareto, save_figure
 from factorpack.errors import PlanError
 from factorpack.tune.schedule import Schedule
-from tests.helpers import seeded
+from tests.helpers import flipped, seeded
 
 
 class Small(nn.Module):
@@ -106,6 +107,33 @@ def test_what_is_no_point_is_not_taken_for_one(tmp_path: Path, text: str) -> Non
     (tmp_path / "scalar-6.json").write_text(text)
     with pytest.raises(PlanError, match=r"scalar-6\.json holds no point"):
         grid(tmp_path, ("scalar",)).run()
+
+
+def test_damaged_points_are_made_again(tmp_path: Path) -> None:
+    """The record of a point, and the packed file that it describes."""
+    first = grid(tmp_path, ("scalar",)).run()
+    record, packed = tmp_path / "scalar-6.json", tmp_path / "scalar-6.packed.safetensors"
+    whole = {path: path.read_bytes() for path in (record, packed)}
+    harms = [(path, flipped(content, 5 * len(content))) for path, content in whole.items()]
+    for path, harmed in [*harms, (packed, b""), (record, whole[record][:-9])]:
+        path.write_bytes(harmed)
+        with pytest.warns(UserWarning, match=r"scalar-6\.json is damaged, so scalar at 6x is made again"):
+            (point,) = grid(tmp_path, ("scalar",)).run()
+        assert replace(point, compress_s=0.0) == replace(first[0], compress_s=0.0)
+        assert packed.read_bytes() == whole[packed]
+    packed.unlink()
+    with pytest.warns(UserWarning, match="No such file"):
+        grid(tmp_path, ("scalar",)).run()
+    assert packed.read_bytes() == whole[packed]
+
+
+def test_points_on_other_data_are_not_mixed_in(tmp_path: Path) -> None:
+    """As many batches, and other numbers in them; or other images to measure on."""
+    grid(tmp_path, ("scalar",)).run()
+    same = grid(tmp_path, ("scalar",))
+    for other in (replace(same, calibration=[2 * batch for batch in BATCHES]), replace(same, data="others")):
+        with pytest.raises(PlanError, match="another model, other data"):
+            other.run()
 
 
 def test_points_of_another_comparison_are_not_mixed_in(tmp_path: Path) -> None:

@@ -114,3 +114,16 @@ def test_a_folder_that_a_killed_writer_left_is_removed_by_the_next(tmp_path: Pat
         (tmp_path / "packed" / "whole").unlink()
     assert [each.name for each in tmp_path.iterdir()] == ["packed"]
     assert (tmp_path / "packed" / "whole").read_bytes() == b"y"
+
+
+def test_a_signal_just_after_the_sibling_was_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    real = os.open
+
+    def interrupted(*arguments: object) -> int:
+        os.close(real(*arguments))  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(atomic.os, "open", interrupted)
+    with pytest.raises(KeyboardInterrupt), atomic_write(tmp_path / "file"):
+        pass
+    assert list(tmp_path.iterdir()) == []

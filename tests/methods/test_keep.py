@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -110,3 +111,17 @@ def test_impossible_settings(dtype: Any, message: str) -> None:
 def test_a_type_no_file_knows() -> None:
     with pytest.raises(WeightError, match=r"torch.float8_e4m3fnuz cannot be stored, known are"):
         Keep().encode(Weight(torch.zeros(3, dtype=torch.float8_e4m3fnuz)))
+
+
+@pytest.mark.parametrize(("dtype", "lost"), [("float16", 2), ("float8_e4m3fn", 3), ("bfloat16", 0)])
+def test_values_that_become_zero_are_counted(dtype: str, lost: int) -> None:
+    values = torch.tensor([1.0, 0.0, 2e-8, -1e-9, 1e-4])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Keep(dtype).encode(Weight(values))
+    said = [str(each.message) for each in caught]
+    assert len(said) == (1 if lost else 0)
+    if lost:
+        largest = "2e-08" if lost == 2 else "0.0001"
+        assert said[0].startswith(f"{lost} of 5 values are too small for torch.{dtype} and become zero")
+        assert said[0].endswith(f"the largest is {largest}")

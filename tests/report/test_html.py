@@ -159,3 +159,30 @@ def test_a_file_without_tensors(tmp_path: Path) -> None:
     assert (
         write_page(gather(fp.load(path)), tmp_path / "none.html") == (tmp_path / "none.html").stat().st_size
     )
+
+
+def test_a_page_of_many_tensors_sums_up_the_small_ones() -> None:
+    """Whatever their number, the page has so many rows, and they add up to the file."""
+    pages = {}
+    for count in (500, 501, 4000):
+        facts = facts_of(tuple(f"layer{number}" for number in range(count)))
+        tensors = tuple(
+            replace(each, bytes=9 + place % 7, stored_bytes={"latent": 9 + place % 7})
+            for place, each in enumerate(facts.tensors)
+        )
+        problem = replace(tensors[0], problem="kept raw, yet differs")
+        facts = replace(
+            facts, tensors=(problem, *tensors[1:]), file_bytes=sum(each.bytes for each in tensors)
+        )
+        pages[count] = page(facts)
+        data = Elements(pages[count]).data()
+        assert sum(row["bytes"] for row in data["tensors"]) == facts.file_bytes
+        assert sum(row["count"] for row in data["tensors"]) == data["count"] == count
+        assert sum(row["original_bytes"] for row in data["tensors"]) == 24 * count
+        assert data["summed"] == max(count - 500, 0)
+        assert len(data["tensors"]) == min(count, 501)
+        assert data["tensors"][0]["problem"]
+    assert data["tensors"][-1]["name"] == "3,500 smaller tensors (one code per weight)"
+    assert len(pages[4000]) < 1.05 * len(pages[501])
+    assert "All tensors" in pages[500]
+    assert "The 500 largest tensors" in pages[4000]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import factorpack as fp
+from factorpack.format.checked_file import read_checked
 from tests.helpers import seeded
 
 CLASSES = 3
@@ -83,6 +86,12 @@ class Shaken(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.inputs[index] + 0.1 * torch.randn(16), self.labels[index]
+
+
+def state_in(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint of a run holds."""
+    state: dict[str, Any] = torch.load(io.BytesIO(read_checked(checkpoint)), weights_only=True)
+    return state
 
 
 def loader(count: int = 32, batch_size: int = 8, shuffle: bool = False) -> DataLoader[tuple[Tensor, ...]]:

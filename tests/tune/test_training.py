@@ -19,11 +19,21 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
 
 import factorpack as fp
+from factorpack.format.checked_file import write_checked
 from factorpack.tune.accuracy import evaluate
 from factorpack.tune.checkpoint import load_checkpoint, random_state, restore_random_state
 from factorpack.tune.training import distillation
-from tests.helpers import assert_close, assert_same_encoded, assert_same_tensor, seeded
-from tests.tune.small_net import METHOD, build, loader, perceptron, points, with_weights, write_images
+from tests.helpers import assert_close, assert_same_encoded, assert_same_tensor, flipped, seeded
+from tests.tune.small_net import (
+    METHOD,
+    build,
+    loader,
+    perceptron,
+    points,
+    state_in,
+    with_weights,
+    write_images,
+)
 from tests.tune.two_processes import tuned
 
 ROOT = Path(__file__).parents[2]
@@ -310,7 +320,7 @@ def test_data_that_ends_early(tmp_path: Path) -> None:
     checkpoint = tmp_path / "run"
     with pytest.raises(fp.SourceError, match="ended after 4 of 6 batches in epoch 1"):
         tune(batches=Short(BATCHES), checkpoint=checkpoint, checkpoint_every=3)
-    assert torch.load(checkpoint, weights_only=True)["done"] == 3
+    assert state_in(checkpoint)["done"] == 3
 
 
 @pytest.mark.parametrize("batch", [points()[0], (points()[0],), {"x": 1}, "text", (points()[0], ["a"])])
@@ -336,7 +346,7 @@ def test_data_that_are_no_numbers(
         tune(batches=spoilt, **settings)
     assert checkpoint.exists() == (kept is not None)
     if kept is not None:
-        state = torch.load(checkpoint, weights_only=True)
+        state = state_in(checkpoint)
         assert state["done"] == kept
         assert all(each.isfinite().all() for each in state["model"].values())
     assert_same_packed(tune(batches=BATCHES, **settings), tune(batches=BATCHES))
@@ -442,7 +452,7 @@ def other_files(tmp_path: Path) -> dict[str, bytes]:
         "empty": b"",
         "garbage": b"\x00\xff" * 5000,
         "text": b"precious notes",
-        "cut off": whole[: len(whole) // 2],
+        "cut in its first words": whole[:20],
         "weights": (tmp_path / "weights").read_bytes(),
         "a tensor": (tmp_path / "tensor").read_bytes(),
         "code": pickle.dumps(Dangerous()),
@@ -465,10 +475,43 @@ def test_a_file_that_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_damaged_checkpoint_of_this_run(tmp_path: Path) -> None:
     checkpoint = tmp_path / "run"
     tune(checkpoint=checkpoint)
-    state = torch.load(checkpoint, weights_only=True)
-    torch.save({"fingerprint": state["fingerprint"]}, checkpoint)
+    fingerprint = state_in(checkpoint)["fingerprint"]
+    torch.save({"fingerprint": fingerprint}, checkpoint)
     with pytest.raises(fp.SourceError, match="run is not a checkpoint of a fine-tuning run"):
         tune(checkpoint=checkpoint)
+    write_checked(checkpoint, checkpoint.read_bytes())
+    with pytest.raises(fp.SourceError, match="run is not a checkpoint of a fine-tuning run: it holds"):
+        tune(checkpoint=checkpoint)
+
+
+def test_a_checkpoint_that_was_cut_or_flipped_is_made_again(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run"
+    expected = tune(checkpoint=checkpoint, checkpoint_every=3)
+    whole = checkpoint.read_bytes()
+    for harmed in (whole[: len(whole) // 2], whole[:90], flipped(whole, 3 * len(whole))):
+        checkpoint.write_bytes(harmed)
+        with pytest.warns(UserWarning, match="run is damaged, so the training so far is made again"):
+            found = tune(checkpoint=checkpoint, checkpoint_every=3)
+        assert_same_packed(found, expected)
+        assert checkpoint.read_bytes() == whole
+
+
+def test_a_checkpoint_is_of_its_teacher_and_of_its_file(tmp_path: Path) -> None:
+    """Not only of their shapes."""
+    checkpoint = tmp_path / "run"
+    tune(checkpoint=checkpoint, teacher=perceptron())
+    with pytest.raises(fp.SourceError, match="belongs to another run"):
+        tune(checkpoint=checkpoint, teacher=with_weights(perceptron(), seed=50))
+    for number, seed in enumerate((0, 50)):
+        net = perceptron()
+        with torch.no_grad():
+            next(net.parameters()).copy_(next(with_weights(perceptron(), seed).parameters()))
+        fp.save(fp.compress(net, METHOD, progress=False), tmp_path / f"{number}.safetensors")
+    settings: dict[str, Any] = {"schedule": FAST, "checkpoint": tmp_path / "other", "progress": False}
+    fp.finetune(fp.load(tmp_path / "0.safetensors"), perceptron(), loader(), **settings)
+    fp.finetune(fp.load(tmp_path / "0.safetensors"), perceptron(), loader(), **settings)
+    with pytest.raises(fp.SourceError, match="belongs to another run"):
+        fp.finetune(fp.load(tmp_path / "1.safetensors"), perceptron(), loader(), **settings)
 
 
 def test_nowhere_to_save(tmp_path: Path) -> None:
@@ -523,5 +566,6 @@ def test_two_processes_reach_what_one_reaches(tmp_path: Path) -> None:
                 assert_close(found, values)
     with pytest.raises(fp.SourceError, match="belongs to another run"):
         tuned(tmp_path / "one", shuffle=True, checkpoint=tmp_path / "checkpoint", checkpoint_every=3)
-    fingerprint = torch.load(tmp_path / "checkpoint", weights_only=True)["fingerprint"]
-    assert load_checkpoint(tmp_path / "checkpoint", fingerprint)["done"] == 8
+    state = load_checkpoint(tmp_path / "checkpoint", state_in(tmp_path / "checkpoint")["fingerprint"])
+    assert state is not None
+    assert state["done"] == 8

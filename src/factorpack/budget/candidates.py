@@ -20,7 +20,7 @@ from factorpack.methods.second_order import stored_step
 from factorpack.quantize.trellis import SHORTEST
 from factorpack.record import Encoded
 from factorpack.solve.code_size import estimate_bytes
-from factorpack.solve.layer_problem import Basis, LayerProblem, round_many
+from factorpack.solve.layer_problem import LayerProblem, round_many
 from factorpack.weight import Weight
 
 TILES_WITHOUT_KERNEL = (16, 256)
@@ -133,7 +133,7 @@ def _measure_together(tries: Sequence[Try]) -> list[Measured]:
         codes, errors = one.problem.round(steps[0], one.method.price, one.method.trellis)
         sizes = estimate_bytes(codes.flatten(1, 2), one.method.trellis, rows)[None]
     scales = [rows / some * _loss_per_error(each.weight, each.method) for each in tries]
-    others = [4 + _basis_bytes(each.problem.basis) for each in tries]
+    others = [_other_bytes(each.problem) for each in tries]
     return [
         [(size + other, error * scale) for size, error in zip(*columns, strict=True)]
         for *columns, other, scale in zip(
@@ -142,8 +142,11 @@ def _measure_together(tries: Sequence[Try]) -> list[Measured]:
     ]
 
 
-def _basis_bytes(basis: Basis | None) -> float:
-    return 0.0 if basis is None else estimate_bytes(basis.codes.float()[None]).item() + 4
+def _other_bytes(problem: LayerProblem) -> float:
+    """Steps and a basis, if there is one."""
+    steps = 4 if problem.row_scales is None else 2 * len(problem.row_scales)
+    basis = problem.basis
+    return steps if basis is None else steps + estimate_bytes(basis.codes.float()[None]).item() + 4
 
 
 def _loss_per_error(weight: Weight, method: SecondOrder) -> float:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import log2, sqrt
 from pathlib import Path
 
-from factorpack.errors import PlanError
-from factorpack.format.atomic import atomic_write
+from factorpack.errors import FormatError, PlanError, SourceError
+from factorpack.format.checked_file import read_checked_json, write_checked_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +76,23 @@ def fill_unknown(curves: dict[str, Curve], known: Mapping[str, float]) -> dict[s
 
 def save_curves(path: Path, curves: Mapping[str, Curve], fingerprint: str) -> None:
     """Writes curves as JSON, for people to look at and for the next compression to plan on."""
-    document = {"fingerprint": fingerprint, "curves": {name: asdict(curve) for name, curve in curves.items()}}
-    with atomic_write(path) as file:
-        file.write(json.dumps(document, indent=1).encode())
+    found = {name: asdict(curve) for name, curve in curves.items()}
+    write_checked_json(path, {"fingerprint": fingerprint, "curves": found})
 
 
 def load_curves(path: Path, fingerprint: str | None = None) -> dict[str, Curve] | None:
     """Curves of this very model, data and planner; None where the file has others, or is not there.
 
-    Without a fingerprint, to look at: curves of whatever is in the file.
+    Without a fingerprint, to look at: curves of whatever is in the file. Damaged ones are a FormatError.
     """
     try:
-        document = json.loads(path.read_text())
+        document = read_checked_json(path)
         if fingerprint not in (None, document["fingerprint"]):
             return None
         return {name: Curve(**fields) for name, fields in document["curves"].items()}
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PlanError(f"{path} holds no curves: {error!r}; remove it or name another file") from error
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from error
+    except (OSError, SourceError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PlanError(f"{path} holds no curves: {error}; remove it or name another file") from error

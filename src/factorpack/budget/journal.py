@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from factorpack.budget.planner import Planner
 from factorpack.budget.tensors import Tensors
 from factorpack.calibration.calibrate import Calibration
 from factorpack.errors import FormatError
+from factorpack.format.checked_file import say_damaged
 from factorpack.format.container import Reader
 from factorpack.format.encode_ahead import Streams
 from factorpack.format.packed_file import write_packed
@@ -32,7 +32,7 @@ from factorpack.format.streams import raw_bytes
 from factorpack.methods import Keep
 from factorpack.per_tensor import work_file_name
 from factorpack.record import Encoded
-from factorpack.source import Entry, file_fingerprint
+from factorpack.source import checksum_of
 from factorpack.version import __version__
 from factorpack.weight import Weight
 
@@ -60,8 +60,8 @@ class Finished:
         """Of all its values, for what depends on them."""
         found = hashlib.sha256(json.dumps(self.document).encode())
         parts = {} if self.encoded is None else self.encoded.parts
-        for value in [*self.tensors.values(), *parts.values()]:
-            found.update(raw_bytes(value))
+        for name, value in [*self.tensors.items(), *parts.items()]:
+            found.update(f"{name} {checksum_of(value)}".encode())
         return found.hexdigest()
 
 
@@ -90,7 +90,7 @@ class Journal:
         try:
             return _read(Reader(file), name, streams)
         except FormatError as error:
-            warnings.warn(f"{file} is damaged, so {name!r} is made again: {error}", stacklevel=2)
+            say_damaged(file, repr(name), error)
             return None
 
     def keep(self, name: str, finished: Finished, streams: Streams | None = None) -> None:
@@ -132,16 +132,20 @@ def open_journal(
     if folder is None:
         yield NOTHING_KEPT
         return
-    checksum = hashlib.sha256()
-    for each in _content(tensors, calibration):
-        checksum.update(each)
-    # The model's code cannot be compared, but its modules and their settings can.
-    modules = _ADDRESS.sub("", repr(tensors.model))
-    depends_on = (__version__, planner, modules, tensors.coded, checksum.hexdigest())
     with ThreadPoolExecutor(1) as pool:
         writer = _Writer(pool)
-        yield Journal(folder, "", writer).after(*depends_on)
+        yield Journal(folder, "", writer).after(identify(tensors, planner, calibration))
         writer.finish()
+
+
+def identify(tensors: Tensors, planner: Planner, *data: Calibration | None) -> str:
+    """A checksum of all that the work on a budget is made from: every weight and every input is read for it."""
+    # The model's code cannot be compared, but its modules and their settings can.
+    modules = _ADDRESS.sub("", repr(tensors.model))
+    checksum = hashlib.sha256(repr((__version__, planner, modules, tensors.coded)).encode())
+    for each in _content(tensors, data):
+        checksum.update(each)
+    return checksum.hexdigest()
 
 
 class _Writer:
@@ -161,33 +165,29 @@ class _Writer:
             self._waiting.popleft().result()
 
 
-def _content(tensors: Tensors, calibration: Calibration | None) -> Iterator[bytes]:
-    """The bytes of everything that is read; of a file on disk, only what tells whether it has changed."""
-    for file in sorted({entry.file for entry in tensors.source.entries.values() if entry.file is not None}):
-        yield file_fingerprint(file).encode()
+def _content(tensors: Tensors, data: Iterable[Calibration | None]) -> Iterator[bytes]:
+    """The bytes of everything that is read."""
     for name, entry in tensors.source.entries.items():
-        yield from _entry_content(name, entry)
+        yield f"{name} {checksum_of(entry.load())}".encode()
     for name, encoded in tensors.fixed.items():
         yield f"{name} {encoded.kind} {encoded.bits} {encoded.by_caller}".encode()
         yield from map(raw_bytes, encoded.parts.values())
-    for batch in calibration.batches if calibration is not None else []:
-        yield from _batch_content(batch)
+    for calibration in data:
+        yield from content_of_batches(calibration.batches if calibration is not None else [])
 
 
-def _entry_content(name: str, entry: Entry) -> Iterator[bytes]:
-    yield f"{name} {entry.dtype} {entry.shape}".encode()
-    if entry.file is None:
-        yield raw_bytes(entry.load())
-
-
-def _batch_content(batch: Any) -> Iterator[bytes]:
-    if isinstance(batch, Tensor):
-        yield f"{batch.dtype} {tuple(batch.shape)}".encode()
-        yield raw_bytes(batch)
-        return
-    for key, value in batch.items():
-        yield str(key).encode()
-        yield from _batch_content(value)
+def content_of_batches(batches: Iterable[Any]) -> Iterator[bytes]:
+    """Checksums of batches: tensors, and whatever holds them."""
+    for batch in batches:
+        if isinstance(batch, Tensor):
+            yield checksum_of(batch).encode()
+        elif isinstance(batch, Mapping):
+            yield repr(list(batch)).encode()
+            yield from content_of_batches(batch.values())
+        elif isinstance(batch, list | tuple):
+            yield from content_of_batches(batch)
+        else:
+            yield repr(batch).encode()
 
 
 def _read(reader: Reader, name: str, streams: Streams | None) -> Finished:

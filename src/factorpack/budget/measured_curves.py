@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from torch import Tensor
-
 from factorpack.budget.candidates import encode_with_step, plan_together
 from factorpack.budget.curves import Curve, allocate, fill_unknown, load_curves, save_curves
-from factorpack.budget.journal import NOTHING_KEPT, Finished, Journal
+from factorpack.budget.journal import NOTHING_KEPT, Finished, Journal, identify
 from factorpack.budget.knowledge import Knowledge
 from factorpack.budget.planner import Planner
 from factorpack.budget.tensors import Tensors
 from factorpack.budget.trial import REFINEMENTS, SingleWeightTrial, correct_curve
 from factorpack.budget.workers import Workers
-from factorpack.format.streams import raw_bytes
+from factorpack.errors import FormatError
+from factorpack.format.checked_file import say_damaged
 from factorpack.methods import SecondOrder
 from factorpack.progress import Progress
 from factorpack.weight import Weight
@@ -45,8 +43,12 @@ def find_curves(
     """A curve for every weight, about `bits` per weight, or those kept in a file or by the run that is resumed."""
     if file is None:
         return _resume_curves(tensors, knowledge, bits, progress, journal)
-    fingerprint = _fingerprint(tensors, knowledge)
-    kept = load_curves(file, fingerprint)
+    fingerprint = identify(tensors, knowledge.planner, knowledge.calibration, knowledge.held_out)
+    kept = None
+    try:
+        kept = load_curves(file, fingerprint)
+    except FormatError as error:
+        say_damaged(file, "every curve", error)
     if kept is None:
         kept = _resume_curves(tensors, knowledge, bits, progress, journal)
         save_curves(file, kept, fingerprint)
@@ -216,14 +218,3 @@ def _find_divergences(
     for name, nats in measure(missing):
         journal.after("divergence", missing[name]).keep(name, Finished({"nats": nats}))
         yield name, nats
-
-
-def _fingerprint(tensors: Tensors, knowledge: Knowledge) -> str:
-    """What curves depend on: planner, weights and calibration data."""
-    checksum = zlib.crc32(repr(knowledge.planner).encode())
-    for name in tensors.coded:
-        checksum = zlib.crc32(name.encode() + raw_bytes(tensors.source.entries[name].load()), checksum)
-    for batch in knowledge.calibration.batches if knowledge.calibration is not None else []:
-        for value in [batch] if isinstance(batch, Tensor) else batch.values():
-            checksum = zlib.crc32(raw_bytes(value), checksum)
-    return f"{checksum:08x}"

@@ -171,12 +171,13 @@ def shrink(value: Tensor) -> Encoded:
 
 def half(value: Tensor) -> Encoded:
     """Rounded to FP16, or kept where FP16 would overflow or flush most of the values to zero."""
+    lost = (value != 0) & (value.abs() < 2.0**-14)
+    if lost.float().mean() > 0.5:
+        return Keep().encode(Weight(value))
     try:
-        encoded = Keep("float16").encode(Weight(value))
+        return Keep("float16").encode(Weight(value))
     except WeightError:
         return Keep().encode(Weight(value))
-    lost = (value != 0) & (value.abs() < 2.0**-14)
-    return Keep().encode(Weight(value)) if lost.float().mean() > 0.5 else encoded
 
 
 def constant(like: Tensor, number: float | Tensor) -> Encoded:

@@ -24,22 +24,24 @@ from factorpack.budget.norms import small_leftovers
 from factorpack.budget.planner import BudgetRequest, Planner
 from factorpack.budget.tensors import choose_fixed, overhead_bytes, zero_of
 from factorpack.engine import Engine, Task, run_tasks
-from factorpack.errors import PlanError, while_compressing
+from factorpack.errors import FormatError, PlanError, while_compressing
+from factorpack.format.checked_file import say_damaged
 from factorpack.format.container import Reader, stored
-from factorpack.format.packed_file import bytes_of, write_packed
+from factorpack.format.packed_file import bytes_of
 from factorpack.format.schema import TensorRow
 from factorpack.methods import SecondOrder
 from factorpack.per_tensor import (
     BASE_BYTES,
     StoredTensor,
     checkpoint_path,
-    file_marks,
+    checksums_of,
     is_whole,
     join_files,
     peak_bytes,
-    unchanged,
+    read_stored,
     work_file_name,
     work_folder,
+    write_part,
 )
 from factorpack.planning.rules import Choice
 
@@ -64,7 +66,7 @@ class TaskCoder:
     def __init__(self, checkpoint: Path, request: BudgetRequest, folder: Path, engine: Engine) -> None:
         self._source, self._planner, self._progress = request.source, request.planner, request.progress
         self._checkpoint, self._folder, self._engine = checkpoint, folder, engine
-        self._marks = file_marks(request.source)
+        self._checksums = checksums_of(request.source)
         fixed, self.order = choose_fixed(request)
         self._rows: dict[str, TensorRow] = {}
         self._files: dict[str, Path] = {}
@@ -82,7 +84,7 @@ class TaskCoder:
 
     def find_curves(self, bits: float) -> dict[str, Curve]:
         files = {
-            name: self._folder / work_file_name("curve", self._marks[name], name, bits, self._planner)
+            name: self._folder / work_file_name("curve", self._checksums[name], name, bits, self._planner)
             for name in self.order
         }
         tasks = [
@@ -119,7 +121,7 @@ class TaskCoder:
     def zero(self, name: str) -> None:
         zero = zero_of(self._source.entries[name]).noted("zero: the budget leaves no room for it")
         self._files[name] = self._folder / work_file_name("zero", name, zero.shape, zero.dtype)
-        write_packed(self._files[name], [(name, zero)], {})
+        write_part(self._files[name], name, zero)
         self._rows[name] = Reader(self._files[name]).rows[name]
 
     def measure(self) -> tuple[int, dict[str, Path]]:
@@ -129,7 +131,7 @@ class TaskCoder:
         tasks = []
         for name, choice in fixed.items():
             entry = self._source.entries[name]
-            self._files[name] = self._folder / work_file_name("fixed", self._marks[name], name, choice)
+            self._files[name] = self._folder / work_file_name("fixed", self._checksums[name], name, choice)
             arguments = (self._stored(name), choice, self._files[name])
             tasks.append(Task(name, encode_fixed, arguments, peak_bytes(entry, choice), entry.numel))
         self._run(tasks, "keeping")
@@ -140,7 +142,8 @@ class TaskCoder:
         for name, (method, aim) in wanted.items():
             assert method.step is not None
             self._steps[name] = method.step
-            self._files[name] = self._folder / work_file_name("codes", self._marks[name], name, method, aim)
+            key = ("codes", self._checksums[name], name, method, aim)
+            self._files[name] = self._folder / work_file_name(*key)
             tasks.append(self._task(name, encode_weight, (method, aim, self._files[name])))
         self._run(tasks, "compressing")
 
@@ -156,7 +159,7 @@ class TaskCoder:
         return bytes_of([rows[name] for name in self._source.entries], self._source.aliases)
 
     def _stored(self, name: str) -> StoredTensor:
-        return StoredTensor(self._checkpoint, name, self._marks[name])
+        return StoredTensor(self._checkpoint, name, self._checksums[name])
 
     def _task(self, name: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> Task:
         numel = self.numel(name)
@@ -166,34 +169,37 @@ class TaskCoder:
 
 def encode_fixed(tensor: StoredTensor, choice: Choice, file: Path) -> None:
     """A worker's task: a tensor the budget does not touch, as small as it goes without noticeable loss."""
-    with unchanged(tensor) as source, while_compressing(tensor.name):
-        kept = small_leftovers({tensor.name: choice.encode(source.weight(tensor.name))}, None)
-    write_packed(file, kept.items(), {})
+    with while_compressing(tensor.name):
+        kept = small_leftovers({tensor.name: choice.encode(read_stored(tensor))}, None)
+    write_part(file, tensor.name, kept[tensor.name])
 
 
 def measure_curve(tensor: StoredTensor, bits: float, planner: Planner, file: Path) -> None:
     """A worker's task: bytes and loss of a weight at rising steps."""
-    with unchanged(tensor) as source:
-        curves = plan_together({tensor.name: source.weight(tensor.name)}, planner, bits)
-    save_curves(file, curves, tensor.name)
+    curves = plan_together({tensor.name: read_stored(tensor)}, planner, bits)
+    save_curves(file, curves, file.stem)
 
 
 def encode_weight(tensor: StoredTensor, method: SecondOrder, aim: float | None, file: Path) -> None:
     """A worker's task: a weight by its method, or near its step at a number of bytes."""
     assert method.step is not None
-    with unchanged(tensor) as source, while_compressing(tensor.name):
-        weight = source.weight(tensor.name)
+    with while_compressing(tensor.name):
+        weight = read_stored(tensor)
         coded = (
             encode_with_step(weight, method, method.step)
             if aim is None
             else meet_bytes(weight, method, aim, aim)
         )
-    write_packed(file, [(tensor.name, coded.encoded)], {})
+    write_part(file, tensor.name, coded.encoded)
 
 
 def _read_curve(file: Path, name: str) -> Curve | None:
+    """A finished curve; None, with a warning, where its file is damaged."""
     try:
-        found = load_curves(file, name)
-    except PlanError:  # damaged
+        found = load_curves(file, file.stem)
+        if found is not None and list(found) != [name]:
+            raise FormatError(f"it holds curves of {sorted(found)[:2]}")
+    except (FormatError, PlanError) as error:
+        say_damaged(file, f"the curve of {name!r}", error)
         return None
-    return None if found is None else found.get(name)
+    return None if found is None else found[name]

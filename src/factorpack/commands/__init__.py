@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -117,7 +118,18 @@ def _options(
     """Makes trained PyTorch models many times smaller, in one safe file."""
 
 
+def exit_on_sigterm() -> None:
+    """SIGTERM ends a command as Ctrl+C does, with all that is cleaned up on the way out."""
+
+    def end(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a second one would end the cleaning up
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 def main() -> None:
+    exit_on_sigterm()
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning

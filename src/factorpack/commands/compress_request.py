@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from factorpack.engine import Engine
 from factorpack.errors import PlanError
 from factorpack.format.overwrite import check_output
 from factorpack.hub.load import from_pretrained, tokenizer_of
-from factorpack.hub.save import write_folder
+from factorpack.hub.resumed_folder import identify_run, resume_folder
 from factorpack.hub.texts import TEXTS_AT_ONCE, line_batches, token_batches
 from factorpack.packed import Packed
 from factorpack.per_tensor import parts_folder
@@ -137,8 +137,8 @@ class CompressRequest:
             return self._write(path, progress)
 
         folder = open_folder(self.source)
-        resumable = self.engine is not None or self.has_budget
-        return write_folder(output, folder, _write_beside(output, write) if resumable else write)
+        inputs = (self.calibration, recipe_file(self.recipe))
+        return resume_folder(output, folder, write, lambda: identify_run(folder, self, inputs=inputs))
 
     def _write(self, path: Path, progress: bool) -> Packed:
         if progress and parts_folder(path).is_dir():
@@ -185,14 +185,3 @@ class CompressRequest:
         batches = token_batches if folder.architecture.endswith(_CAUSAL) else line_batches
         at_once = 1 if self.stream else TEXTS_AT_ONCE  # the logits of several texts may not fit a GPU
         return batches(self.calibration, tokenizer_of(folder), self.length, self.samples, at_once)
-
-
-def _write_beside(output: Path, write: Callable[[Path], Packed]) -> Callable[[Path], object]:
-    """Writes beside a folder that is being made, and moves it in: a killed run finds its parts again."""
-
-    def put(path: Path) -> None:
-        beside = output.with_name(f"{output.name}.packed.safetensors")
-        write(beside)
-        beside.replace(path)
-
-    return put

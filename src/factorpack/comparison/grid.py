@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
+import hashlib
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -15,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from factorpack.budget.goals import budget_bytes, original_bytes
+from factorpack.budget.journal import content_of_batches
 from factorpack.budget.norms import small_leftovers
 from factorpack.budget.planner import Planner
 from factorpack.comparison.baselines import BASELINES, PLANNED, select_methods
@@ -22,18 +22,18 @@ from factorpack.comparison.ladders import Ladders
 from factorpack.comparison.permute import permute_model
 from factorpack.compression import compress
 from factorpack.decoding import decode
-from factorpack.errors import PlanError
-from factorpack.format.atomic import atomic_write
+from factorpack.errors import FormatError, PlanError, SourceError
+from factorpack.format.checked_file import read_checked_json, say_damaged, write_checked_json
 from factorpack.format.locks import locked
 from factorpack.format.packed_file import file_bytes
-from factorpack.format.streams import raw_bytes
 from factorpack.methods import Method
 from factorpack.methods.codeword_tiles import tile_of
 from factorpack.packed import Packed, load, save
 from factorpack.planning.rules import not_a_weight
 from factorpack.progress import Progress
-from factorpack.source import Checkpoint, open_source
+from factorpack.source import Checkpoint, checksum_of, open_source
 from factorpack.tune.schedule import Schedule
+from factorpack.version import __version__
 
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 """A model -> its measured scores, such as {"top1": 0.69}."""
@@ -73,6 +73,8 @@ class Grid:
     schedule: Schedule = field(default_factory=Schedule)
     planner: Planner = field(default_factory=Planner)
     progress: bool = True
+    data: str = ""
+    """Stands for the data of `evaluate` and `train`, so that points measured on other data are told apart."""
 
     def run(self) -> list[Point]:
         """Returns every point; those of an earlier run are read from their files."""
@@ -115,14 +117,17 @@ class Grid:
     def _fingerprint(self) -> str:
         """A checksum of everything else that points depend on."""
         setup = (
-            len(self.calibration),
+            __version__,
+            self.data,
             self.train is not None and asdict(self.schedule),
             asdict(self.planner),
         )
-        checksum = zlib.crc32(repr(setup).encode())
+        checksum = hashlib.sha256(repr(setup).encode())
         for name, entry in self._source.entries.items():
-            checksum = zlib.crc32(name.encode() + raw_bytes(entry.load()), checksum)
-        return f"{checksum:08x}"
+            checksum.update(f"{name} {checksum_of(entry.load())}".encode())
+        for each in content_of_batches(self.calibration):
+            checksum.update(each)
+        return checksum.hexdigest()
 
     def _starting_model(self, name: str) -> nn.Module:
         return self._permuted if name != PLANNED and BASELINES[name].permutes else self.model
@@ -198,23 +203,36 @@ class Grid:
 
     def _write_point(self, point: Point) -> Point:
         self.folder.mkdir(parents=True, exist_ok=True)
-        document = {"fingerprint": self._fingerprint, **asdict(point)}
-        with atomic_write(self._point_path(point.method, point.asked_ratio)) as file:
-            file.write(json.dumps(document, indent=1).encode())
+        document = {"fingerprint": self._fingerprint, "packed": self._packed_checksum(point)}
+        write_checked_json(self._point_path(point.method, point.asked_ratio), {**document, **asdict(point)})
         return point
 
+    def _packed_checksum(self, point: Point) -> str:
+        """Of a point's packed file; empty where it has none."""
+        if point.file is None:
+            return ""
+        with (self.folder / point.file).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
     def _read_point(self, name: str, ratio: float) -> Point | None:
-        """A point from an earlier run of the same comparison, if there is one."""
+        """A point from an earlier run of the same comparison; None, with a warning, where it is damaged."""
         path = self._point_path(name, ratio)
         if not path.exists():
             return None
         try:
-            document = json.loads(path.read_text())
-            fingerprint = document.pop("fingerprint")
+            document = read_checked_json(path)
+            fingerprint, packed = document.pop("fingerprint"), document.pop("packed")
             point = Point(**document)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if (point.method, point.asked_ratio) != (name, ratio):
+                raise FormatError(f"it is the point of {point.method} at {point.asked_ratio:g}x")
+            if fingerprint == self._fingerprint and packed != self._packed_checksum(point):
+                raise FormatError(f"{point.file} has changed since it was measured")
+        except (FormatError, FileNotFoundError) as error:
+            say_damaged(path, f"{name} at {ratio:g}x", error)
+            return None
+        except (SourceError, KeyError, TypeError) as error:
             raise PlanError(
-                f"{path} holds no point of a comparison: {error!r}; remove it or use another folder"
+                f"{path} holds no point of a comparison: {error}; remove it or use another folder"
             ) from error
         if fingerprint != self._fingerprint:
             raise PlanError(

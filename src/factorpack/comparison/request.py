@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -108,7 +109,21 @@ class Request:
             Schedule(epochs=max(self.epochs, 1), learning_rate=self.learning_rate),
             Planner(samples=self.samples),
             progress=progress,
+            data=self._data_mark(),
         )
+
+    def _data_mark(self) -> str:
+        """What accuracy is measured and trained on: the names and sizes of all images, and how they are cropped."""
+        if self.data is None:
+            return ""
+        splits = ["train", "val"] if self.epochs else ["val"]
+        folders = [ImageFolder(image_folder(self.data, split), self.image_size) for split in splits]
+        listed = [
+            (str(path.relative_to(each.folder)), path.stat().st_size)
+            for each in folders
+            for path, _ in each.files
+        ]
+        return hashlib.sha256(repr((self.image_size, self.batch_size, listed)).encode()).hexdigest()
 
     def _evaluate(self) -> Evaluate | None:
         if self.data is None:

@@ -23,8 +23,10 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     if not path.name or path.is_dir():
         raise IsADirectoryError(f"{path} is a folder, expected a file to write")
     _remove_abandoned(path)
-    sibling, handle = _begin(path)
+    begun: list[Path] = []
+    handle = None
     try:
+        sibling, handle = _begin(path, begun)
         with sibling.open("r+b") as file:
             yield file
             file.flush()
@@ -34,7 +36,8 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         error.add_note(f"while writing {path}")
         raise
     finally:
-        sibling.unlink(missing_ok=True)
+        for sibling in begun:
+            sibling.unlink(missing_ok=True)
         if handle is not None:
             os.close(handle)
 
@@ -45,10 +48,14 @@ def rename(complete: Path, path: Path) -> None:
     _sync_folder(path.parent)
 
 
-def _begin(path: Path) -> tuple[Path, int | None]:
-    """An empty sibling, and the handle whose lock marks it as in use; None where there are no locks."""
+def _begin(path: Path, begun: list[Path]) -> tuple[Path, int | None]:
+    """An empty sibling, and the handle whose lock marks it as in use; None where there are no locks.
+
+    `begun` takes its name before it is there: a signal may end this function as soon as it is.
+    """
     while True:
         sibling = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        begun.append(sibling)
         handle = os.open(sibling, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         taken = lock(handle)
         if taken is None:

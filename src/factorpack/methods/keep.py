@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,7 +21,8 @@ _FLOATS = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_po
 class Keep(Method):
     """Stores values as they are, or rounded to the float type `dtype` ("float16", "bfloat16", ...).
 
-    Integers and booleans are always kept exactly. Without `dtype` nothing changes, NaN and Inf included.
+    Integers and booleans are always kept exactly. Without `dtype` nothing changes, NaN and Inf included. Values
+    too large for `dtype` are an error, and a warning counts those that it makes zero.
     """
 
     dtype: str | torch.dtype | None = None
@@ -53,8 +55,20 @@ class Keep(Method):
             rounded = values.to(self._dtype)
             if _overflows(values, rounded):
                 raise WeightError(f"values up to {values.double().abs().max():.3g} overflow {self._dtype}")
+            _say_underflow(values, rounded)
             values = rounded
         return weight.encoded("keep", {"values": values})
+
+
+def _say_underflow(values: Tensor, rounded: Tensor) -> None:
+    """Warns where rounding makes values zero: one that is as small as that may still be a whole channel."""
+    lost = values.float()[(values.float() != 0) & (rounded.float() == 0)]
+    if lost.numel():
+        warnings.warn(
+            f"{lost.numel()} of {values.numel()} values are too small for {rounded.dtype} and become zero, "
+            f"the largest is {lost.abs().max():.2g}",
+            stacklevel=3,
+        )
 
 
 def _overflows(values: Tensor, rounded: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import ClassVar
 
@@ -32,6 +32,7 @@ from factorpack.solve.layer_problem import (
     Basis,
     LayerProblem,
     layer_problem,
+    row_scales,
     smooth_inputs,
     tile_basis,
 )
@@ -46,8 +47,7 @@ class SecondOrder(Method):
     Each column's rounding error is fed into the columns not yet rounded, so that the layer's *output*
     changes least. `price` is what a bit of the entropy-coded file is worth, in squared steps. With `tile`
     above 1 the codes are latents in a basis over tiles of that many weights, such as a 3x3 kernel. Without
-    calibration data the error of the weights themselves is minimised, or where a tile is a kernel, the error of
-    its response to smooth inputs. With a `trellis` of 4 or 8 states the
+    calibration data the error of the weights themselves is minimised. With a `trellis` of 4 or 8 states the
     codes are a path through it where that makes them smaller: fewer bits at the same error.
     """
 
@@ -61,6 +61,10 @@ class SecondOrder(Method):
     trellis: int = 0
     try_plain: bool = True
     """With a trellis: whether plain codes are used where they are smaller. A planner has compared them before."""
+    row_steps: bool = False
+    """Without calibration data: whether rows of very unlike size get steps relative to their size, and no basis."""
+    smooth: bool = False
+    """Without calibration data: whether the basis over a kernel expects that neighbouring inputs are alike."""
 
     name: ClassVar[str] = "second_order"
     title: ClassVar[str] = "error feedback, fixed width"
@@ -117,11 +121,20 @@ class SecondOrder(Method):
 
         def make() -> LayerProblem:
             rows, moments = weight.rows(), self.moments_of(weight)
-            second = _expected_inputs(weight, tile) if moments is None else moments.second
+            unknown = weight.inputs is None and weight.sensitivity is None
+            scales = row_scales(rows) if self.row_steps and unknown else None
+            if scales is not None:
+                return replace(layer_problem(rows / scales, None), row_scales=scales)
+            second = moments.second if moments is not None else self._expected_inputs(weight, tile)
             basis = tile_basis(rows, tile, second) if tile > 1 else None
             return layer_problem(rows, moments, basis, self.damping)
 
         return weight.prepare((tile, self.damping), make)
+
+    def _expected_inputs(self, weight: Weight, tile: int) -> Tensor | None:
+        """Second moments to assume of the inputs to a tile that is one kernel of a convolution."""
+        kernel = weight.shape[2:]
+        return smooth_inputs(kernel) if self.smooth and kernel and prod(kernel) == tile > 1 else None
 
     @classmethod
     def ladders(cls) -> Sequence[Sequence[Method]]:
@@ -140,12 +153,6 @@ class SecondOrder(Method):
             codes, _ = round_with_feedback(latent, problem.factor, step, nearest)
         parts = {"codes": codes.reshape(rows.shape).to(torch.int8).contiguous(), "scale": scale}
         return weight.encoded("scalar", parts, {"codes": bits})
-
-
-def _expected_inputs(weight: Weight, tile: int) -> Tensor | None:
-    """Second moments to assume of the inputs to a tile that is one kernel of a convolution."""
-    kernel = weight.shape[2:]
-    return smooth_inputs(kernel) if kernel and prod(kernel) == tile > 1 else None
 
 
 def check_trellis(states: int) -> None:
@@ -170,11 +177,13 @@ def encode_at(
         raise PlanError(
             f"at step {step} codes go up to {largest:.3g}, expected a step at which {MAX_STORED_BITS} bits do"
         )
+    if problem.row_scales is not None:
+        stored = storable(stored.float() * problem.row_scales.to(stored.device))
     return as_encoded(codes[0], stored, problem.basis, weight, trellis)
 
 
 def as_encoded(codes: Tensor, step: Tensor, basis: Basis | None, weight: Weight, trellis: int = 0) -> Encoded:
-    """Codes (groups, rows, K) of one step, (1, 1), as they are stored."""
+    """Codes (groups, rows, K) of one step, (1, 1), or one per row, (out, 1), as they are stored."""
     matrix = codes.flatten(0, 1)  # (out, K)
     bits = min(max(2, int(matrix.abs().max()).bit_length() + 1), MAX_STORED_BITS)
     matrix = matrix.clamp(*code_range(bits)).to(code_dtype(bits))

@@ -54,6 +54,8 @@ class TensorFacts:
     largest_error: float | None = None
     histogram: tuple[int, ...] = ()
     problem: str = ""
+    count: int = 1
+    """More where a line sums up several tensors."""
 
 
 @dataclass(frozen=True, slots=True)

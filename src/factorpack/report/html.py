@@ -11,8 +11,9 @@ import base64
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -22,10 +23,12 @@ from typing import Any
 from factorpack.format.atomic import atomic_write
 from factorpack.kinds import KINDS
 from factorpack.report.differences import BIN_WIDTH
-from factorpack.report.facts import ITEMS, Facts
+from factorpack.report.facts import ITEMS, Facts, TensorFacts
 from factorpack.report.text import human_bytes
 
 SCRIPTS = ("dom", "tooltip", "treemap", "streams", "layer", "chart", "curves", "pareto", "table", "main")
+MOST_TENSORS = 500
+"""A page with tens of thousands of rows and tiles opens in no browser: tensors beyond this many are summed up."""
 _DIGITS = 6
 """Significant digits of floats: more than anyone reads, fewer than doubles print."""
 
@@ -54,6 +57,9 @@ def page(facts: Facts) -> str:
             f'<div class="number"><dt>{label}</dt><dd>{value}</dd><dd class="aside">{aside}</dd></div>'
             for label, value, aside in key_figures(facts)
         ),
+        tensors="All tensors"
+        if len(facts.tensors) <= MOST_TENSORS
+        else f"The {MOST_TENSORS} largest tensors",
         style=style,
         script=script,
         data=as_data(_document(facts)),
@@ -100,12 +106,57 @@ def as_data(value: Any) -> str:
 
 
 def _document(facts: Facts) -> dict[str, Any]:
+    shown = shown_tensors(facts.tensors)
+    names = {tensor.name for tensor in shown}
+    listed = replace(
+        facts, tensors=shown, curves=tuple(curve for curve in facts.curves if curve.name in names)
+    )
     return {
-        **asdict(facts),
+        **asdict(listed),
+        "count": len(facts.tensors),
+        "summed": sum(tensor.name not in names for tensor in facts.tensors),
         "kinds": {name: kind.title for name, kind in KINDS.items()},
         "items": ITEMS,
         "bin_width": BIN_WIDTH,
     }
+
+
+def shown_tensors(tensors: Sequence[TensorFacts]) -> tuple[TensorFacts, ...]:
+    """The tensors of the page: all, or those with problems and the largest, and the others summed up by kind."""
+    if len(tensors) <= MOST_TENSORS:
+        return tuple(tensors)
+    by_weight = sorted(tensors, key=lambda tensor: (not tensor.problem, -tensor.bytes))
+    rest: dict[str, list[TensorFacts]] = {}
+    for tensor in by_weight[MOST_TENSORS:]:
+        rest.setdefault(tensor.kind, []).append(tensor)
+    listed = {id(tensor) for tensor in by_weight[:MOST_TENSORS]}
+    return (*(tensor for tensor in tensors if id(tensor) in listed), *map(_sum_up, rest.values()))
+
+
+def _sum_up(tensors: Sequence[TensorFacts]) -> TensorFacts:
+    """One line for many tensors of a kind."""
+    stored: Counter[str] = Counter()
+    for tensor in tensors:
+        stored.update(tensor.stored_bytes)
+    numbers, problems = (
+        sum(math.prod(each.shape) for each in tensors),
+        sum(bool(each.problem) for each in tensors),
+    )
+    return TensorFacts(
+        name=f"{len(tensors):,} smaller tensors ({KINDS[tensors[0].kind].title})",
+        group="smaller tensors",
+        kind=tensors[0].kind,
+        shape=(numbers,),
+        words=f"{len(tensors):,} tensors",
+        note=f"the page lists {MOST_TENSORS} tensors one by one",
+        original_bytes=sum(each.original_bytes for each in tensors),
+        bytes=sum(each.bytes for each in tensors),
+        stored_bytes=dict(stored),
+        bits=8 * (stored.total() - stored["header"]) / max(numbers, 1),
+        zeros=None,
+        problem=f"{problems:,} of them have problems" if problems else "",
+        count=len(tensors),
+    )
 
 
 def _rounded(value: Any) -> Any:

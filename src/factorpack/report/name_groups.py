@@ -20,7 +20,8 @@ def groups_of(sizes: Mapping[str, int]) -> dict[str, str]:
         totals: dict[str, int] = {}
         for name, group in found.items():
             totals[group] = totals.get(group, 0) + sizes[name]
-        large = {group for group, size in totals.items() if size > _TOO_LARGE * sum(totals.values())}
+        most = _TOO_LARGE * sum(totals.values())
+        large = {group for group, size in totals.items() if size > most}
         found = {
             name: _leading_words(name, words) if group in large else group for name, group in found.items()
         }

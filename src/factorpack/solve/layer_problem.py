@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 
 import torch
 from torch import Tensor
 
-from factorpack.quantize.uniform import code_range, from_codes, storable, to_codes
+from factorpack.quantize.uniform import code_range, from_codes, root_mean_square, storable, to_codes
 from factorpack.record import LayerMoments
 from factorpack.solve.code_length import HIGH_RATE, CodeLengths, fit_lengths
 from factorpack.solve.feedback import feedback_factor, inherited_variance, ridge, round_with_feedback
@@ -19,6 +20,7 @@ CODEBOOK_BITS = 8
 DAMPING = 0.03
 NEIGHBOURS = 0.5
 """The correlation of inputs one position apart that is expected without data: chosen on training images."""
+ROW_SPREAD, DEAD_ROW = 0.01, 2.0**-20
 FEWEST_ROWS = 64
 """A sample of rows has at least as many, where there are as many."""
 
@@ -44,10 +46,14 @@ class LayerProblem:
     factor: Tensor | None
     """U of feedback.py, (groups, K, K); None without input moments."""
     basis: Basis | None
+    row_scales: Tensor | None = None
+    """What the rows of the weight were divided by, (out, 1); None: by nothing."""
 
     @cached_property
     def rms(self) -> float:
-        return float(self.latent.square().mean().sqrt())
+        found = float(self.latent.square().mean().sqrt())
+        # The squares of numbers such as 1e19 overflow, those of 1e-25 underflow.
+        return found if 0.0 < found < inf else root_mean_square(self.latent)
 
     @cached_property
     def largest(self) -> float:
@@ -158,6 +164,21 @@ def layer_problem(
         split = _adapt_to_inputs(split, second, moments.cross.float(), damping)
     in_basis = second if basis is None else _moments_in_basis(second, basis.matrix().to(second))
     return LayerProblem(_to_latent(split, basis), feedback_factor(in_basis, damping), basis)
+
+
+def row_scales(rows: Tensor) -> Tensor | None:
+    """Powers of two near the size of each row, (out, 1), where rows of a weight (out, K) are very unlike in size.
+
+    A step for all rows makes the smallest zero. That is right where the squared error counts, but a norm may
+    follow, which makes rows equal. Rows are unlike where a quarter are smaller than the largest by ROW_SPREAD;
+    those smaller by DEAD_ROW are zero in practice, and do not count.
+    """
+    size = (rows / rows.abs().max().clamp_min(1e-37)).float().square().mean(1, keepdim=True).sqrt()
+    size = size / size.max().clamp_min(1e-37)
+    alive = size[size > DEAD_ROW].sort().values
+    if not len(alive) or alive[len(alive) // 4] > ROW_SPREAD:
+        return None
+    return torch.exp2(size.clamp_min(DEAD_ROW).log2().round())
 
 
 def tile_basis(rows: Tensor, tile: int, inputs: Tensor | None = None) -> Basis:

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from factorpack.errors import SourceError
-from factorpack.format.atomic import atomic_write
+from factorpack.errors import FormatError, SourceError
+from factorpack.format.checked_file import read_checked, say_damaged, write_checked
+from factorpack.format.streams import raw_bytes
 from factorpack.kinds import KINDS
 from factorpack.packed import Packed
 
@@ -22,19 +24,26 @@ _KEYS = {"fingerprint", "done", "model", "optimizer", "epoch_random", "step_rand
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    with atomic_write(path) as file:
-        file.write(buffer.getbuffer())
+    write_checked(path, buffer.getbuffer())
 
 
-def load_checkpoint(path: Path, fingerprint: str) -> dict[str, Any]:
-    """The state under `path`, if it belongs to the run that `fingerprint` describes."""
+def load_checkpoint(path: Path, fingerprint: str) -> dict[str, Any] | None:
+    """The state under `path`; None, with a warning, where it is damaged.
+
+    A file that is no checkpoint, or one of another run than `fingerprint` describes, is an error.
+    """
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(
+            io.BytesIO(read_checked(path)), map_location="cpu", weights_only=True
+        )
+        found = state["fingerprint"]
+    except FormatError as error:
+        say_damaged(path, "the training so far", error)
+        return None
     except Exception as error:
-        raise SourceError(f"{path} is not a checkpoint of a fine-tuning run: {error!r}") from error
-    if not isinstance(state, dict) or set(state) != _KEYS:
-        raise SourceError(f"{path} is not a checkpoint of a fine-tuning run")
-    found = state["fingerprint"]
+        raise SourceError(f"{path} is not a checkpoint of a fine-tuning run: {error}") from error
+    if set(state) != _KEYS:
+        raise SourceError(f"{path} is not a checkpoint of a fine-tuning run: it holds {sorted(state)}")
     if found != fingerprint:
         raise SourceError(
             f"{path} belongs to another run ({found}), this one is {fingerprint}: "
@@ -66,16 +75,19 @@ def restore_random_state(state: dict[str, Any]) -> None:
     random.setstate((version, tuple(internal), gauss))
 
 
-def fingerprint_of(packed: Packed, *settings: object) -> str:
+def fingerprint_of(packed: Packed, teacher: nn.Module | None, *settings: object) -> str:
     """A hash of everything that must match for a checkpoint to belong to this run.
 
-    Only kept weights count by value: a solver on a GPU may not find the same factors twice.
+    Codes count by value where they were read from a file: made on a GPU, they may not be the same twice.
     """
     digest = hashlib.sha256(repr(settings).encode())
+    for name, value in [*teacher.named_parameters(), *teacher.named_buffers()] if teacher is not None else []:
+        digest.update(name.encode() + raw_bytes(value))
     for name, encoded in packed.items():
         parts = [(part, values.dtype, tuple(values.shape)) for part, values in encoded.parts.items()]
         fields = (name, encoded.kind, encoded.shape, sorted(encoded.bits.items()), encoded.extra_zeros, parts)
         digest.update(repr(fields).encode())
-        if KINDS[encoded.kind].is_raw:
-            digest.update(encoded.parts["values"].cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        if KINDS[encoded.kind].is_raw or packed.path is not None:
+            for values in encoded.parts.values():
+                digest.update(raw_bytes(values))
     return digest.hexdigest()[:16]

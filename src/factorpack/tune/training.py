@@ -101,7 +101,7 @@ class _Run:
         self.steps = schedule.epochs * self.steps_per_epoch
         present = (teacher is not None, finish is not None)
         settings = (sorted(asdict(schedule).items()), self.steps_per_epoch, present)
-        self.fingerprint = fingerprint_of(packed, *settings, self.accelerator.num_processes)
+        self.fingerprint = fingerprint_of(packed, teacher, *settings, self.accelerator.num_processes)
         shared = self.accelerator.num_processes > 1 and isinstance(batches, DataLoader)
         # With one process the loader is used directly: accelerate's prefetches a batch, which a resumed run
         # could not reproduce.
@@ -222,6 +222,8 @@ class _Run:
         if checkpoint is None or not checkpoint.exists():
             return 0
         state = load_checkpoint(checkpoint, self.fingerprint)
+        if state is None:
+            return 0
         self.unwrapped().load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.steering is not None:

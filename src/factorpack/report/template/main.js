@@ -22,7 +22,8 @@ function largestGroups() {
   const [[name, bytes]] = [...sums].sort((a, b) => b[1] - a[1]);
   const parts = sums.size === 1 ? "" : ` The largest part, ${name}, takes ${percent(bytes / facts.file_bytes)}.`;
   const tied = facts.aliases ? ` ${facts.aliases} more names refer to tied tensors.` : "";
-  return `${grouped(facts.tensors.length)} tensors; a tile's area is its bytes in the file.${parts}${tied}`;
+  const summed = facts.summed ? ` The ${grouped(facts.summed)} smallest are not listed, but summed up by kind.` : "";
+  return `${grouped(facts.count)} tensors; a tile's area is its bytes in the file.${summed}${parts}${tied}`;
 }
 
 function start() {

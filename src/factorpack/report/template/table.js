@@ -80,7 +80,7 @@ function table(select) {
     const found = sorted.filter((tensor) => words.every((word) => texts.get(tensor).includes(word)));
     body.replaceChildren(...(found.length ? found.map((tensor) => rows.get(tensor)) : [nothing]));
     setItems(found.map((tensor) => rows.get(tensor)));
-    const counts = `${grouped(found.length)} of ${grouped(facts.tensors.length)} tensors`;
+    const counts = `${grouped(found.length)} of ${grouped(facts.tensors.length)} ${facts.summed ? "rows" : "tensors"}`;
     byId("shown").textContent = `${counts}, ${inBytes(total(found))}`;
   }
 

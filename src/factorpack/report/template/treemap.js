@@ -196,7 +196,8 @@ function kindColours() {
       Object.entries(facts.kinds).flatMap(([kind, words]) => {
         const members = facts.tensors.filter((tensor) => tensor.kind === kind);
         if (!members.length) return [];
-        const amount = `${members.length}, ${inBytes(total(members))}`;
+        const count = members.reduce((sum, tensor) => sum + tensor.count, 0);
+        const amount = `${grouped(count)}, ${inBytes(total(members))}`;
         return [el("li", {}, swatch(colour(members[0])), words, el("span", { class: "amount" }, amount))];
       }),
   };
