@@ -10,7 +10,7 @@ from torch import Tensor
 
 from factorpack.record import LayerMoments
 from factorpack.solve.feedback import feedback_factor
-from factorpack.solve.layer_problem import Basis, layer_problem, tile_basis
+from factorpack.solve.layer_problem import Basis, layer_problem, smooth_inputs, tile_basis
 from tests.helpers import assert_close, relative_error, seeded
 
 LITTLE = 1e-9
@@ -124,8 +124,8 @@ def test_a_tile_of_inputs_that_are_hardly_ever_there_leaves_a_basis_that_can_be_
 
 @pytest.mark.parametrize("rows", [torch.zeros(8, 18), torch.ones(8, 18)], ids=["zeros", "ones"])
 def test_weights_of_no_spread(rows: Tensor) -> None:
-    for moments in (None, moments_of(mixed(500, 18)[None]), moments_of(torch.zeros(1, 5, 18))):
-        matrix = tile_basis(rows, 9, moments.second).matrix()
+    for second in (None, moments_of(mixed(500, 18)[None]).second, moments_of(torch.zeros(1, 5, 18)).second):
+        matrix = tile_basis(rows, 9, second).matrix()
         assert matrix.isfinite().all()
         assert torch.linalg.matrix_rank(matrix) == 9
 
@@ -137,11 +137,17 @@ def test_weights_of_no_spread(rows: Tensor) -> None:
 def test_the_latent_is_the_weight_again(tiles: int, tile: int, seed: int, with_moments: bool) -> None:
     rows = seeded(12, tiles * tile, seed=seed)
     moments = moments_of(mixed(200, tiles * tile, seed=seed + 1)[None]) if with_moments else None
-    basis = tile_basis(rows, tile, moments.second)
+    basis = tile_basis(rows, tile, None if moments is None else moments.second)
     posed = layer_problem(rows, moments, basis)
     back = (posed.latent.reshape(-1, tile) @ basis.matrix().T).reshape_as(rows)
     condition = float(torch.linalg.cond(basis.matrix()))
     assert relative_error(back, rows) < 1e-6 * max(condition, 10.0)
+
+
+def test_neighbours_under_a_kernel_are_expected_to_be_alike() -> None:
+    row = [1.0, 0.5, 0.25]
+    assert smooth_inputs((3,)).tolist() == [[row, [0.5, 1.0, 0.5], row[::-1]]]
+    assert smooth_inputs((3, 3))[0, 0].tolist() == [a * b for a in row for b in row]  # by rows, then columns
 
 
 def test_without_a_basis_or_moments_the_latent_is_the_weight() -> None:
