@@ -32,7 +32,7 @@ types: $(READY)
 contracts: $(READY)
 	$(BIN)/lint-imports
 
-# Compiled files are kept whatever the environment says: some sixty tests start programs that import the package.
+# Compiled files are kept whatever the environment says: tests start programs that import the package.
 unit: $(READY)
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 

@@ -35,9 +35,9 @@ def prepare(folder: Path) -> None:
 
 def tune(folder: Path) -> None:
     """What the job runs: the same call the first time and after it was killed."""
-    train, test = digits()
-    state, packed = folder / "state", fp.load(folder / "start.safetensors")
-    print(f"{'resumes' if state.exists() else 'starts'}: {packed.size().file_ratio:.1f} times smaller")
+    (train, test), state = digits(), folder / "state"
+    packed, verb = fp.load(folder / "start.safetensors"), "resumes" if state.exists() else "starts"
+    print(f"{verb}: {packed.size().file_ratio:.1f} times smaller", flush=True)
     batches = DataLoader(TensorDataset(*train), batch_size=64, shuffle=True)
     schedule = fp.Schedule(epochs=3, learning_rate=3e-3, target_ratio=RATIO)
     fp.finetune(packed, net(), batches, schedule=schedule, checkpoint=state, checkpoint_every=20)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forking import Forked
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 pytestmark = pytest.mark.usefixtures("trained_once")
 NUMBER = r"([\d.,]*\d)"
@@ -18,6 +20,11 @@ def printed(name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     monkeypatch.setattr("sys.argv", [str(path)])
     runpy.run_path(str(path), run_name="__main__")
     return capfd.readouterr().out
+
+
+def run_here(args: list[str], check: bool) -> None:
+    assert Forked(args).wait() == 0
+    assert check
 
 
 def numbers(pattern: str, text: str) -> list[float]:
@@ -47,6 +54,8 @@ def test_calibration(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
 
 def test_finetune(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("accelerate", reason="fine-tuning needs the train extra")
+    monkeypatch.setattr("subprocess.Popen", Forked)
+    monkeypatch.setattr("subprocess.run", run_here)
     text = printed("finetune", capfd, monkeypatch)
     assert re.findall("starts|killed|resumes|trained", text) == ["starts", "killed", "resumes", "trained"]
     ratio, score = numbers("trained: # times smaller, accuracy #", text)

@@ -16,7 +16,7 @@ from tests.budget.test_journal import language_model, net, tokens
 from tests.helpers import seeded
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Any]]]] = {
-    "images": (net, lambda: [seeded(12, 3, 32, 32), seeded(12, 3, 32, 32, seed=1)]),
+    "images": (net, lambda: [seeded(8, 3, 24, 24), seeded(8, 3, 24, 24, seed=1)]),
     "text": (language_model, tokens),
 }
 
@@ -52,17 +52,15 @@ def test_what_threads_change(case: str, tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Journal, "keep", watched)
     files = []
-    for threads in (1, 1, 2, 2):
+    for threads in (1, 2, 2):
         torch.set_num_threads(threads)
         runs.append([])
         path = tmp_path / f"{len(runs)}"
         fp.compress(make(), calibration=data(), ratio=6.0, to=path, progress=False)
         files.append(path.read_bytes())
-    assert files[0] == files[1]
-    assert files[2] == files[3]
-    assert runs[0] == runs[1]
-    assert runs[2] == runs[3]
+    assert files[1] == files[2]
+    assert runs[1] == runs[2]
     planned = [name for name, _ in runs[0]].index("curves")
-    for (name, one), (other_name, two) in zip(runs[0][:planned], runs[2][:planned], strict=True):
+    for (name, one), (other_name, two) in zip(runs[0][:planned], runs[1][:planned], strict=True):
         assert name == other_name
         assert two == pytest.approx(one, rel=1e-4)

@@ -72,10 +72,11 @@ def test_the_command_prints_one_json_object(
     assert json.loads(capsys.readouterr().out)["test_accuracy"] == done.accuracy
 
 
-def test_the_installed_program(tmp_path: Path) -> None:
+def test_the_installed_program() -> None:
+    """Asked for something that needs no torch."""
     program = Path(sys.executable).with_name("factorpack")
-    nothing = subprocess.run(
-        [program, "inspect", tmp_path / "none"], capture_output=True, text=True, check=False
-    )
-    assert nothing.returncode == 2
-    assert nothing.stderr.startswith("error: there is no file")
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"factorpack {fp.__version__}\n"
+    wrong = subprocess.run([program, "inspct"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+    assert "Did you mean 'inspect'?" in " ".join(wrong.stderr.split())

@@ -1,11 +1,9 @@
-"""The command line as a whole: in process through `main`, and as an installed program."""
+"""The command line as a whole, in process through `main`."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from inspect import getdoc
 from pathlib import Path
@@ -17,7 +15,7 @@ from safetensors.torch import load_file
 import factorpack as fp
 from factorpack import commands
 from tests.commands.running import invoke, printed, run
-from tests.helpers import assert_same_tensor, seeded
+from tests.helpers import assert_same_tensor
 
 
 def test_there_and_back(
@@ -82,74 +80,6 @@ def test_modules_are_modules() -> None:
     for command in commands.COMMANDS.values():
         command.load()
         assert isinstance(getattr(commands, command.module), ModuleType)
-
-
-COMPRESSOR = (
-    "methods",
-    "solve",
-    "planning",
-    "budget",
-    "per_tensor",
-    "compression",
-    "calibrate",
-    "tune",
-    "hub",
-    "comparison",
-    "onnx",
-    "engine",
-)
-READERS = (
-    ["--help"],
-    ["--version"],
-    ["inspect", "FILE"],
-    ["decode", "FILE", "-o", "OUT"],
-    ["verify", "FILE"],
-)
-
-
-PROGRAM = """
-import os, sys, traceback
-from factorpack.commands import main
-
-def run(words, heavy):
-    sys.argv = ["factorpack", *words]
-    try:
-        main()
-    except SystemExit as ended:
-        assert not ended.code, ended.code
-    rooms = {name.split(".")[1] for name in sys.modules if name.startswith("factorpack.")}
-    assert not rooms & COMPRESSOR, rooms & COMPRESSOR
-    assert not heavy & set(sys.modules), heavy & set(sys.modules)
-
-for words in READERS:
-    heavy = {"transformers", "sklearn", "matplotlib"}
-    if words[0].startswith("--"):
-        heavy.add("torch")
-    else:
-        import torch  # once, not in every child
-    child = os.fork()
-    if not child:
-        try:
-            run(words, heavy)
-        except BaseException:
-            print(words, file=sys.stderr)
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-"""
-
-
-def test_what_only_reads_imports_no_compressor(tmp_path: Path) -> None:
-    """Each command in a process of its own, forked before anything but torch is imported."""
-    file = tmp_path / "small.safetensors"
-    fp.save(fp.compress({"a.weight": seeded(8, 8)}, fp.Scalar(4), progress=False), file)
-    names = {"FILE": str(file), "OUT": str(tmp_path / "out.safetensors")}
-    readers = [[names.get(word, word) for word in words] for words in READERS]
-    code = f"READERS, COMPRESSOR = {readers!r}, set({COMPRESSOR!r})\n{PROGRAM}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out.safetensors").exists()
 
 
 def test_sigterm_ends_a_command_as_ctrl_c_does(

@@ -2,8 +2,8 @@
 
 A new method joins by itself, with the settings it is compared by; an entry in each table adds others. Cases
 are pairwise: every setting meets every shape, every type and every unit, and every shape every type and unit.
-Settings and shapes meet types and units as one, so what needs three of them at once is seen too, on some
-shape or with some setting.
+Types come with their units, so what needs three of them at once is seen too, on some shape or with some
+setting.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -136,7 +137,7 @@ METHOD_OF = {
     f"{name}{index}": method for name, methods in SETTINGS.items() for index, method in enumerate(methods)
 }
 each_method = pytest.mark.parametrize("method", METHOD_OF.values(), ids=METHOD_OF)
-each_shape = pytest.mark.parametrize(("shape", "groups"), SHAPES.values(), ids=SHAPES)
+each_setting = pytest.mark.parametrize("setting", METHOD_OF)
 
 
 def test_every_method_is_here() -> None:
@@ -145,9 +146,30 @@ def test_every_method_is_here() -> None:
         assert {type(method) for method in (*methods, *LADDERS[name])} == {METHODS[name]}
 
 
-@pytest.mark.parametrize(("setting", "shape_name", "dtype"), pairwise(METHOD_OF, SHAPES, DTYPES), ids=str)
-def test_encode_store_decode(setting: str, shape_name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    method, (shape, groups) = METHOD_OF[setting], SHAPES[shape_name]
+@contextmanager
+def case(*names: object) -> Iterator[None]:
+    """A test of many cases says which of them failed."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in the case {', '.join(map(str, names))}")
+        raise
+
+
+STORED = pairwise(METHOD_OF, SHAPES, DTYPES)
+
+
+@each_setting
+def test_encode_store_decode(setting: str, tmp_path: Path) -> None:
+    for each, shape_name, dtype in STORED:
+        if each == setting:
+            with case(shape_name, dtype):
+                check_stored(METHOD_OF[setting], *SHAPES[shape_name], dtype, tmp_path)
+
+
+def check_stored(
+    method: Method, shape: tuple[int, ...], groups: int, dtype: torch.dtype, folder: Path
+) -> None:
     weight = seeded(*shape, dtype=dtype)
     before = weight.clone()
     encoded = method.encode(Weight(weight, groups))
@@ -165,7 +187,7 @@ def test_encode_store_decode(setting: str, shape_name: str, dtype: torch.dtype, 
     assert decoded.isfinite().all()
     assert_same_tensor(decode(encoded), decoded)
 
-    path = tmp_path / "one.packed.safetensors"
+    path = folder / "one.packed.safetensors"
     write_packed(path, {"w": encoded})
     reader = Reader(path)
     assert_same_encoded(reader["w"], encoded)
@@ -179,16 +201,17 @@ def test_encode_store_decode(setting: str, shape_name: str, dtype: torch.dtype, 
         assert sum(stored_bits.values()) <= sum(fixed_bits(encoded).values()) + 7 * len(encoded.bits)
 
 
-@each_shape
 @pytest.mark.parametrize("name", METHODS)
-def test_more_bits_are_never_worse(name: str, shape: tuple[int, ...], groups: int) -> None:
+def test_more_bits_are_never_worse(name: str) -> None:
     """Up to the rounding of FP16 scales, which decides where nothing else differs."""
-    weight = seeded(*shape, dtype=torch.float64)
-    errors = [
-        relative_error(decode(method.encode(Weight(weight, groups))), weight) for method in LADDERS[name]
-    ]
-    for coarse, fine in itertools.pairwise(errors):
-        assert fine <= coarse + FP16_EPS
+    for shape_name, (shape, groups) in SHAPES.items():
+        weight = seeded(*shape, dtype=torch.float64)
+        errors = [
+            relative_error(decode(method.encode(Weight(weight, groups))), weight) for method in LADDERS[name]
+        ]
+        with case(shape_name):
+            for coarse, fine in itertools.pairwise(errors):
+                assert fine <= coarse + FP16_EPS
 
 
 @each_method
@@ -197,15 +220,32 @@ def test_zeros_stay_zeros(method: Method) -> None:
         assert decode(method.encode(Weight(torch.zeros(shape), groups))).eq(0).all(), name
 
 
-@pytest.mark.parametrize(("setting", "shape_name", "unit"), pairwise(METHOD_OF, SHAPES, FAR), ids=str)
-def test_the_unit_of_the_weights_does_not_matter(setting: str, shape_name: str, unit: str) -> None:
+def settings_in_units() -> list[tuple[str, str, str]]:
+    """Every setting in every unit and every shape in every unit; settings meet shapes above."""
+    shapes = itertools.cycle(SHAPES)
+    return [(setting, next(shapes), unit) for unit in FAR for setting in METHOD_OF]
+
+
+def test_units_meet_everything() -> None:
+    cases = settings_in_units()
+    assert {(shape, unit) for _, shape, unit in cases} == set(itertools.product(SHAPES, FAR))
+
+
+@each_setting
+def test_the_unit_of_the_weights_does_not_matter(setting: str) -> None:
     """Only scales may: they are FP16 where that can hold them, and FP32 elsewhere."""
-    method, (shape, groups), (dtype, power) = METHOD_OF[setting], SHAPES[shape_name], FAR[unit]
-    weight = seeded(*shape, dtype=dtype)
-    moved = weight * 2.0**power
-    usual = relative_error(decode(method.encode(Weight(weight, groups))), weight)
-    there = in_unit(method, 2.0**power)
-    assert abs(relative_error(decode(there.encode(Weight(moved, groups))), moved) - usual) <= FP16_EPS
+    method = METHOD_OF[setting]
+    for each, shape_name, unit in settings_in_units():
+        if each != setting:
+            continue
+        (shape, groups), (dtype, power) = SHAPES[shape_name], FAR[unit]
+        weight = seeded(*shape, dtype=dtype)
+        moved = weight * 2.0**power
+        there = in_unit(method, 2.0**power)
+        with case(shape_name, unit):
+            usual = relative_error(decode(method.encode(Weight(weight, groups))), weight)
+            found = relative_error(decode(there.encode(Weight(moved, groups))), moved)
+            assert abs(found - usual) <= FP16_EPS
 
 
 def in_unit(method: Method, unit: float) -> Method:
@@ -218,15 +258,16 @@ def in_unit(method: Method, unit: float) -> Method:
 
 
 @each_method
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_numbers_that_are_none(method: Method, bad: float) -> None:
-    weight = seeded(48, 64)
-    weight[5, 7] = bad
-    if method.name in KEEPS_ANYTHING:
-        assert str(decode(method.encode(Weight(weight)))[5, 7].item()) == str(bad)
-        return
-    with pytest.raises(WeightError, match="1 of 3072 weights are NaN or infinite"):
-        method.encode(Weight(weight))
+def test_numbers_that_are_none(method: Method) -> None:
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        weight = seeded(48, 64)
+        weight[5, 7] = bad
+        with case(bad):
+            if method.name in KEEPS_ANYTHING:
+                assert str(decode(method.encode(Weight(weight)))[5, 7].item()) == str(bad)
+                continue
+            with pytest.raises(WeightError, match="1 of 3072 weights are NaN or infinite"):
+                method.encode(Weight(weight))
 
 
 @each_method
@@ -241,27 +282,21 @@ def test_views_and_parameters_are_read_as_they_are(method: Method) -> None:
 
 
 @each_method
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_a_transposed_weight_is_its_plain_twin_turned(method: Method, groups: int) -> None:
+def test_a_transposed_weight_is_its_plain_twin_turned(method: Method) -> None:
     """The parts are those of the same numbers stored out first, so one order of reading serves all."""
-    inputs, outputs = 16 // groups, 24 // groups
-    plain = seeded(24, inputs, 3, 3)
-    turned = torch.cat(
-        [block.transpose(0, 1) for block in plain.reshape(groups, outputs, inputs, 3, 3)]
-    )  # (in, out/g, 3, 3)
-    for part, (found, expected) in both_parts(
-        method.encode(Weight(turned, groups)), method.encode(Weight(plain))
-    ):
-        assert torch.equal(found, expected), part
-    assert_same_tensor(
-        decode(method.encode(Weight(turned, groups))),
-        torch.cat(
-            [
-                b.transpose(0, 1)
-                for b in decode(method.encode(Weight(plain))).reshape(groups, outputs, inputs, 3, 3)
-            ]
-        ),
-    )
+    for groups in (1, 2, 4):
+        plain = seeded(24, 16 // groups, 3, 3)
+        turned = Weight(turn(plain, groups), groups)
+        found, expected = method.encode(turned), method.encode(Weight(plain))
+        with case(groups):
+            for part, (one, other) in both_parts(found, expected):
+                assert torch.equal(one, other), part
+            assert_same_tensor(decode(found), turn(decode(expected), groups))
+
+
+def turn(plain: Tensor, groups: int) -> Tensor:
+    """(out, in/g, 3, 3) as a transposed convolution stores it: (in, out/g, 3, 3)."""
+    return torch.cat([block.transpose(0, 1) for block in plain.chunk(groups)])
 
 
 def both_parts(one: Encoded, other: Encoded) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +15,7 @@ from factorpack.engine import Local, Task, memory, run_tasks
 from factorpack.engine import local as local_engine
 from factorpack.errors import EngineError, PlanError, WeightError
 from tests.engine import works
+from tests.forking import Forked
 
 FORK = Local(workers=2, start="fork")
 
@@ -123,12 +122,12 @@ def test_workers_of_a_killed_driver_end(tmp_path: Path) -> None:
         "list(Local(workers=3, start='fork').run(tasks))"
     )
     log = tmp_path / "log"
-    driver = subprocess.Popen([sys.executable, "-c", code, str(log)], cwd=Path(__file__).parents[2])
+    driver = Forked([sys.executable, "-c", code, log], cwd=Path(__file__).parents[2])
     while not log.exists() or len(log_of(log)) < 4:
         time.sleep(0.05)
     children = Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()
     assert len(children) == 3
-    driver.send_signal(signal.SIGKILL)
+    driver.kill()
     driver.wait()
     deadline = time.monotonic() + 10
     while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < deadline:

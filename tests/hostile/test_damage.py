@@ -38,12 +38,13 @@ def test_the_whole_file_can_be_read(path: Path):
 
 
 def test_every_flipped_bit_is_found(path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Every one of the header; behind it one of each byte, since checksums do not know bits from each other."""
     # Most flips leave the schema as it is. Parsing it is nine tenths of opening, and depends on its text alone.
     monkeypatch.setattr(schema, "parse", functools.lru_cache(1)(schema.parse))
     missed = []
     with path.open("r+b", buffering=0) as file:
         for position, byte in enumerate(BLOB):
-            for bit in range(8):
+            for bit in range(8) if position < 8 + HEADER_BYTES else [position % 8]:
                 file.seek(position)
                 file.write(bytes([byte ^ 1 << bit]))
                 try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.forking import run_forked
 
 ROUNDS = 15
 
@@ -13,7 +14,7 @@ ROUNDS = 15
 def test_a_killed_writer_leaves_a_whole_file(tmp_path: Path):
     command = [sys.executable, "-m", "tests.hostile.killed_writer", str(tmp_path / "file"), str(ROUNDS)]
     root = Path(__file__).parents[2]
-    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    run = run_forked(command, cwd=root, timeout=120)
     assert run.returncode == 0, run.stderr
     seen = json.loads(run.stdout)
     assert len(seen["random"]) == ROUNDS

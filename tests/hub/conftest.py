@@ -20,11 +20,11 @@ def transformers(monkeypatch: pytest.MonkeyPatch) -> Any:
     return found
 
 
-def llama(transformers: Any, tied: bool, layers: int = 2) -> nn.Module:
+def llama(transformers: Any, tied: bool, layers: int = 2, width: int = 64) -> nn.Module:
     config = transformers.LlamaConfig(
         vocab_size=96,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -35,11 +35,11 @@ def llama(transformers: Any, tied: bool, layers: int = 2) -> nn.Module:
     return model
 
 
-def bert(transformers: Any, layers: int = 1) -> nn.Module:
+def bert(transformers: Any, layers: int = 1, width: int = 64) -> nn.Module:
     config = transformers.BertConfig(
         vocab_size=96,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=layers,
         num_attention_heads=4,
         max_position_embeddings=64,

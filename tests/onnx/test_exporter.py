@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +32,18 @@ METHODS: dict[str, Method] = {
     "keep": fp.Keep("float16"),
 }
 MODEL = "tests.onnx.test_exporter:small_net"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_reads_its_functions_once() -> Iterator[None]:
+    """At every export it parses the source of 500 functions, which is half of the time."""
+    registration = pytest.importorskip(
+        "torch.onnx._internal.exporter._registration", reason="needs onnxscript"
+    )
+    registry = registration.ONNXRegistry
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "from_torchlib", staticmethod(functools.cache(registry.from_torchlib)))
+        yield
 
 
 class Net(nn.Module):

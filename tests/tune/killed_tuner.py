@@ -41,6 +41,7 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "worker": lambda: own_generator(workers=1),
     "in order": lambda: DataLoader(Shaken(20), batch_size=4),
 }
+EVERY = {"shuffled": [1, 2, 5, 7], "own generator": [2, 7], "worker": [2], "in order": [1, 5]}
 
 
 def tune(
@@ -107,7 +108,7 @@ def main(folder: Path) -> None:
     draw = random.Random(int(sys.argv[2]))
     same = {}
     for name in LOADERS:
-        for every in [2] if name == "worker" else [1, 2, 5, 7]:
+        for every in EVERY[name]:
             first = draw.randrange(1, STEPS + 1)
             left = STEPS - (first - 1) // every * every
             kills = [(first, "step"), (draw.randrange(1, left + 1), "step")]
