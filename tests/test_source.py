@@ -401,3 +401,20 @@ def test_copies_of_heads_and_embeddings_are_aliases(tmp_path: Path) -> None:
         "head.2.weight": "embed.weight",
     }
     assert set(opened.entries) == set(state) - set(opened.aliases)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "found"),
+    [
+        ("model.embed_tokens.weight", (90, 20), True),
+        ("lm_head.weight", (90, 20), True),
+        ("transformer.wte.weight", (90, 20), True),
+        ("output.weight", (90, 20), True),
+        ("model.embed_tokens.weight", (80, 20), False),
+        ("layers.0.mlp.up_proj.weight", (90, 20), False),
+        ("attention.output.dense.weight", (20, 20), False),
+        ("patch_embed.proj.weight", (90, 3, 2, 2), False),
+    ],
+)
+def test_words_are_known_by_name_and_shape(name: str, shape: tuple[int, ...], found: bool):
+    assert open_source({name: torch.zeros(shape)}).weight(name).is_vocabulary is found

@@ -49,6 +49,11 @@ _SAFETENSORS_DTYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
 Checkpoint = nn.Module | Mapping[str, Tensor] | str | Path
 
 
+_VOCABULARY = re.compile(r"embed|wte|lm_head|(^|\.)output\.")
+MANY_ROWS = 4
+"""Rows per column above which a matrix can be that of a vocabulary."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A tensor that has not been read yet."""
@@ -77,7 +82,19 @@ class Source:
         sensitivity: float | None = None,
     ) -> Weight:
         """Reads one tensor, with what is known of its layer."""
-        return Weight(self.entries[name].load(), self.transposed_groups.get(name, 0), inputs, sensitivity)
+        values = self.entries[name].load()
+        return Weight(
+            values,
+            self.transposed_groups.get(name, 0),
+            inputs,
+            sensitivity,
+            _is_vocabulary(name, values.shape),
+        )
+
+
+def _is_vocabulary(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a weight is an embedding of words or the head that predicts them, by its name and its shape."""
+    return len(shape) == 2 and shape[0] > MANY_ROWS * shape[1] and bool(_VOCABULARY.search(name))
 
 
 def open_source(source: Checkpoint) -> Source:

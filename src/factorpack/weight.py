@@ -27,6 +27,8 @@ class Weight:
     """What calibration data show of the layer's inputs; None without calibration data."""
     sensitivity: float | None = None
     """Fisher information at the layer's outputs; None where it is unknown."""
+    is_vocabulary: bool = False
+    """An embedding of words, or the head that predicts them."""
     _prepared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property

@@ -185,10 +185,39 @@ def test_steps_of_equal_slope_lose_equally_for_a_bit() -> None:
     assert losses == pytest.approx([64 * 32 * 3 * 0.02**2 / 24] * 2, rel=0.1)
 
 
+def with_white_inputs(values: Tensor) -> Weight:
+    size = values[0].numel()
+    none = torch.zeros(1, size)
+    return Weight(values, 0, LayerMoments(torch.eye(size)[None], none, None, none))
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("rows", [8, 256])
+def test_without_data_a_bit_more_gains_as_much_in_any_weight(rows: int, scale: float) -> None:
+    """Relative errors add up over layers: at equal slope the steps follow the root of the energy, not the RMS."""
+    values = scale * seeded(rows, 64)
+    weight = Weight(values)
+    unit = step_at_unit_slope(weight, PLAIN)
+    assert unit == pytest.approx(float(values.norm()), rel=1e-5)
+    fine, coarse = (loss for _, loss in measure_steps([Try(weight, PLAIN, [0.001 * unit, 0.002 * unit])])[0])
+    assert (coarse - fine) / values.numel() == pytest.approx(3 * 0.001**2 / 12, rel=0.1)
+
+
+def test_words_count_more_than_layers() -> None:
+    values = seeded(512, 16)
+    plain, words = Weight(values), Weight(values, is_vocabulary=True)
+    assert step_at_unit_slope(words, PLAIN) == pytest.approx(step_at_unit_slope(plain, PLAIN) / math.sqrt(30))
+    losses = [measure_steps([Try(each, PLAIN, [0.1])])[0][0][1] for each in (plain, words)]
+    assert losses[1] == pytest.approx(30 * losses[0])
+
+
 def test_kernels_of_few_patterns_get_a_basis_and_noise_none() -> None:
     smooth, noise = smooth_kernels(64, 32), seeded(64, 32, 3, 3)
     assert choose_method(Weight(smooth), planner(), 3.0).tile == 9
-    assert choose_method(Weight(noise), planner(), 3.0).tile == 1
+    assert choose_method(with_white_inputs(noise), planner(), 3.0).tile == 1
+    assert (
+        choose_method(Weight(noise), planner(), 3.0).tile == 9
+    )  # neighbouring inputs are expected to be alike
     assert choose_method(Weight(smooth), planner(basis=False), 3.0).tile == 1
 
 
@@ -231,7 +260,7 @@ def test_the_same_kernels_get_a_basis_only_where_they_are_many() -> None:
 @pytest.mark.parametrize("tile", [1, 9])
 def test_the_best_basis_has_the_least_bytes_at_the_loss_it_has(tile: int) -> None:
     """Against the other choice at the same loss, found by interpolation on its curve."""
-    weight = Weight(smooth_kernels(64, 32) if tile == 9 else seeded(64, 32, 3, 3))
+    weight = with_white_inputs(smooth_kernels(64, 32) if tile == 9 else seeded(64, 32, 3, 3))
     chosen = choose_method(weight, planner(), 3.0)
     assert chosen.tile == tile
     other = replace(PLAIN, tile=10 - tile)

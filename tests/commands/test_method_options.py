@@ -42,6 +42,7 @@ CHOSEN: dict[str, tuple[dict[str, Any], ...]] = {
             "trellis": 8,
             "try_plain": False,
             "row_steps": True,
+            "smooth": True,
         },
         {"bits": 4, "tile": 1},
     ),

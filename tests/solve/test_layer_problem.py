@@ -10,7 +10,7 @@ from torch import Tensor
 
 from factorpack.record import LayerMoments
 from factorpack.solve.feedback import feedback_factor
-from factorpack.solve.layer_problem import Basis, layer_problem, tile_basis
+from factorpack.solve.layer_problem import Basis, layer_problem, smooth_inputs, tile_basis
 from tests.helpers import assert_close, relative_error, seeded
 
 LITTLE = 1e-9
@@ -59,7 +59,7 @@ def off_diagonal(matrix: Tensor) -> float:
 def test_errors_in_any_latent_cost_the_same_and_latents_do_not_correlate(tile: int) -> None:
     rows = mixed(40, 4 * tile, seed=3)
     moments = moments_of(mixed(3000, 4 * tile)[None])
-    matrix = tile_basis(rows, tile, moments).matrix().double()
+    matrix = tile_basis(rows, tile, moments.second).matrix().double()
     eight_bits = 0.5 / 127 * tile**0.5 * 4  # each of `tile` terms half a code off, some columns short
     assert abs(float(torch.linalg.det(matrix).abs()) - 1.0) < tile * eight_bits
 
@@ -105,8 +105,8 @@ def test_the_unit_of_the_inputs_does_not_matter(tile: int, unit: float) -> None:
     """A determinant of many numbers far from 1 overflows; only its root is needed."""
     rows = seeded(150, 2 * tile, seed=3)
     inputs = mixed(1000, 2 * tile)
-    expected = tile_basis(rows, tile, moments_of(inputs[None])).matrix()
-    found = tile_basis(rows, tile, moments_of(unit * inputs[None])).matrix()
+    expected = tile_basis(rows, tile, moments_of(inputs[None]).second).matrix()
+    found = tile_basis(rows, tile, moments_of(unit * inputs[None]).second).matrix()
     assert relative_error(found, expected) < 0.01
 
 
@@ -116,7 +116,7 @@ def test_a_tile_of_inputs_that_are_hardly_ever_there_leaves_a_basis_that_can_be_
     inputs = seeded(4000, tile)
     inputs[:, 0] *= 1e-3
     moments, rows = moments_of(inputs[None]), seeded(64, tile, seed=1)
-    basis = tile_basis(rows, tile, moments)
+    basis = tile_basis(rows, tile, moments.second)
     assert torch.linalg.cond(basis.matrix().double()) < 1e4
     posed = layer_problem(rows, moments, basis)
     assert relative_error(posed.latent[0] @ basis.matrix().T, rows) < 1e-3
@@ -124,8 +124,8 @@ def test_a_tile_of_inputs_that_are_hardly_ever_there_leaves_a_basis_that_can_be_
 
 @pytest.mark.parametrize("rows", [torch.zeros(8, 18), torch.ones(8, 18)], ids=["zeros", "ones"])
 def test_weights_of_no_spread(rows: Tensor) -> None:
-    for moments in (None, moments_of(mixed(500, 18)[None]), moments_of(torch.zeros(1, 5, 18))):
-        matrix = tile_basis(rows, 9, moments).matrix()
+    for second in (None, moments_of(mixed(500, 18)[None]).second, moments_of(torch.zeros(1, 5, 18)).second):
+        matrix = tile_basis(rows, 9, second).matrix()
         assert matrix.isfinite().all()
         assert torch.linalg.matrix_rank(matrix) == 9
 
@@ -137,11 +137,17 @@ def test_weights_of_no_spread(rows: Tensor) -> None:
 def test_the_latent_is_the_weight_again(tiles: int, tile: int, seed: int, with_moments: bool) -> None:
     rows = seeded(12, tiles * tile, seed=seed)
     moments = moments_of(mixed(200, tiles * tile, seed=seed + 1)[None]) if with_moments else None
-    basis = tile_basis(rows, tile, moments)
+    basis = tile_basis(rows, tile, None if moments is None else moments.second)
     posed = layer_problem(rows, moments, basis)
     back = (posed.latent.reshape(-1, tile) @ basis.matrix().T).reshape_as(rows)
     condition = float(torch.linalg.cond(basis.matrix()))
     assert relative_error(back, rows) < 1e-6 * max(condition, 10.0)
+
+
+def test_neighbours_under_a_kernel_are_expected_to_be_alike() -> None:
+    row = [1.0, 0.5, 0.25]
+    assert smooth_inputs((3,)).tolist() == [[row, [0.5, 1.0, 0.5], row[::-1]]]
+    assert smooth_inputs((3, 3))[0, 0].tolist() == [a * b for a in row for b in row]  # by rows, then columns
 
 
 def test_without_a_basis_or_moments_the_latent_is_the_weight() -> None:
@@ -159,7 +165,7 @@ def test_the_factor_is_that_of_the_turned_moments(groups: int) -> None:
     inputs = torch.stack([mixed(900, 12, seed=seed) for seed in range(groups)])
     rows = seeded(4 * groups, 12)
     moments = moments_of(inputs)
-    basis = tile_basis(rows, 4, moments)
+    basis = tile_basis(rows, 4, moments.second)
     posed = layer_problem(rows, moments, basis, 0.01)
     assert posed.latent.shape == (groups, 4, 12)
     whole = torch.block_diag(*[basis.matrix().double()] * 3)

@@ -31,6 +31,8 @@ OCTAVES = (-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0)
 GAUSSIAN_BITS = 2.05
 """Entropy of a Gaussian rounded at a step of its own standard deviation, for fine steps: log2 sqrt(2 pi e)."""
 VALUES_AT_ONCE = 1 << 24
+VOCABULARY = 30.0
+"""A relative error of words counts as much more than one of a layer: it reaches the logits undiluted."""
 PLANNED_BYTES = 56
 """Peak memory per element while a weight is planned or coded, at one step."""
 PLANNED_VALUES = 1 << 18
@@ -153,7 +155,12 @@ def _loss_per_error(weight: Weight, method: SecondOrder) -> float:
     if weight.sensitivity is not None:
         return weight.sensitivity / 2
     problem = method.problem(weight)
-    return 1.0 / max(problem.rms**2 * problem.latent.numel(), 1e-30)
+    return _share_of_noise(weight) / max(problem.rms**2 * problem.latent.numel(), 1e-30)
+
+
+def _share_of_noise(weight: Weight) -> float:
+    """How much the relative error of a weight counts where nothing else is known of it."""
+    return VOCABULARY if weight.is_vocabulary else 1.0
 
 
 def plan_together(weights: Mapping[str, Weight], planner: Planner, bits: float) -> dict[str, Curve]:
@@ -195,7 +202,7 @@ def _cheapest(
         reference = middle_step(weight, methods[0], bits) / step_at_unit_slope(weight, methods[0])
         # On curves of equal slope a bit is worth this much loss.
         slope = methods[0].price * reference**2
-        slopes[id(weight)] = slope * (0.5 if weight.sensitivity is not None else 1.0 / weight.numel)
+        slopes[id(weight)] = slope * (0.5 if weight.sensitivity is not None else 1.0)
         tries += [Try(weight, method, [reference * step_at_unit_slope(weight, method)]) for method in methods]
     costs: dict[int, list[tuple[float, SecondOrder]]] = {}
     for each, ((size, loss),) in zip(tries, measure_steps(tries), strict=True):
@@ -253,11 +260,12 @@ def middle_step(weight: Weight, method: SecondOrder, bits: float) -> float:
 def step_at_unit_slope(weight: Weight, method: SecondOrder) -> float:
     """Loss is half a sum over codes of a importance step^2 / 12: equal where step ~ (a importance)^-1/2.
 
-    Without data every weight matters as much as its energy: the step is relative to it.
+    Without data the loss is a weight's squared error relative to its energy: about the share of noise in the
+    layer's outputs, which adds up over layers. The step is then relative to the root of the energy.
     """
     problem = method.problem(weight)
     if weight.sensitivity is None:
-        return max(problem.rms, 1e-30)
+        return max(problem.rms, 1e-30) * sqrt(problem.latent.numel() / _share_of_noise(weight))
     return 1.0 / sqrt(max(weight.sensitivity * problem.mean_importance, 1e-30))
 
 

@@ -18,6 +18,8 @@ from factorpack.weight import Weight
 NORMS = nn.modules.batchnorm._BatchNorm
 LARGEST_CORRECTION = 4.0
 """A variance is corrected by this factor at most."""
+NEGLIGIBLE = 2.0**-20
+"""A value with so small a share of the largest may become zero: trained norms have such channels by the dozen."""
 _NORM_PARTS = ("weight", "bias", "running_mean", "running_var")
 
 
@@ -170,12 +172,15 @@ def shrink(value: Tensor) -> Encoded:
 
 
 def half(value: Tensor) -> Encoded:
-    """Rounded to FP16, or kept where FP16 would overflow or flush most of the values to zero."""
-    lost = (value != 0) & (value.abs() < 2.0**-14)
-    if lost.float().mean() > 0.5:
+    """Rounded to FP16, or kept where FP16 would overflow or lose values that matter beside the largest."""
+    size = value.abs()
+    largest = size.max().item() if size.numel() else 0.0
+    lost = (value != 0) & (size < 2.0**-14)
+    zero = size < 2.0**-25
+    if lost.float().mean() > 0.5 or bool((size[zero] > NEGLIGIBLE * largest).any()):
         return Keep().encode(Weight(value))
     try:
-        return Keep("float16").encode(Weight(value))
+        return Keep("float16").encode(Weight(value.masked_fill(zero, 0)))
     except WeightError:
         return Keep().encode(Weight(value))
 

@@ -34,7 +34,7 @@ class Planner:
     basis: bool = True
     """Latents in a basis over tiles where that pays; without it the values themselves are rounded."""
     equal_slope: bool = True
-    """Steps from each layer's sensitivity; without it one step for all, relative to each weight's RMS."""
+    """Steps from each layer's sensitivity; without it each weight's relative squared error counts the same."""
     refine: bool = True
     """Sensitivities corrected by what each layer alone does to the outputs on an eighth of the inputs."""
     correct_means: bool = True
@@ -62,7 +62,8 @@ class Planner:
     def method(self, step: float = 1.0, tile: int = 1, trellis: int = 0) -> SecondOrder:
         """The method of a weight at a step, in the basis of a tile (1: none), along a trellis (0: none)."""
         price, damping = self.price, self.damping
-        return SecondOrder(step, None, tile, price, damping, trellis=trellis, try_plain=False, row_steps=True)
+        guesses = {"row_steps": True, "smooth": True}
+        return SecondOrder(step, None, tile, price, damping, trellis=trellis, try_plain=False, **guesses)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, prod
 from typing import ClassVar
 
 import torch
@@ -33,6 +33,7 @@ from factorpack.solve.layer_problem import (
     LayerProblem,
     layer_problem,
     row_scales,
+    smooth_inputs,
     tile_basis,
 )
 from factorpack.solve.trellis_search import FINE_STEP
@@ -62,6 +63,8 @@ class SecondOrder(Method):
     """With a trellis: whether plain codes are used where they are smaller. A planner has compared them before."""
     row_steps: bool = False
     """Without calibration data: whether rows of very unlike size get steps relative to their size, and no basis."""
+    smooth: bool = False
+    """Without calibration data: whether the basis over a kernel expects that neighbouring inputs are alike."""
 
     name: ClassVar[str] = "second_order"
     title: ClassVar[str] = "error feedback, fixed width"
@@ -122,10 +125,16 @@ class SecondOrder(Method):
             scales = row_scales(rows) if self.row_steps and unknown else None
             if scales is not None:
                 return replace(layer_problem(rows / scales, None), row_scales=scales)
-            basis = tile_basis(rows, tile, moments) if tile > 1 else None
+            second = moments.second if moments is not None else self._expected_inputs(weight, tile)
+            basis = tile_basis(rows, tile, second) if tile > 1 else None
             return layer_problem(rows, moments, basis, self.damping)
 
         return weight.prepare((tile, self.damping), make)
+
+    def _expected_inputs(self, weight: Weight, tile: int) -> Tensor | None:
+        """Second moments to assume of the inputs to a tile that is one kernel of a convolution."""
+        kernel = weight.shape[2:]
+        return smooth_inputs(kernel) if self.smooth and kernel and prod(kernel) == tile > 1 else None
 
     @classmethod
     def ladders(cls) -> Sequence[Sequence[Method]]:

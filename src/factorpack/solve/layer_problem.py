@@ -18,6 +18,8 @@ from factorpack.solve.trellis_search import FINE_STEP, TrellisLengths, fit_trell
 
 CODEBOOK_BITS = 8
 DAMPING = 0.03
+NEIGHBOURS = 0.5
+"""The correlation of inputs one position apart that is expected without data: chosen on training images."""
 ROW_SPREAD, DEAD_ROW = 0.01, 2.0**-20
 FEWEST_ROWS = 64
 """A sample of rows has at least as many, where there are as many."""
@@ -179,8 +181,8 @@ def row_scales(rows: Tensor) -> Tensor | None:
     return torch.exp2(size.clamp_min(DEAD_ROW).log2().round())
 
 
-def tile_basis(rows: Tensor, tile: int, moments: LayerMoments | None = None) -> Basis:
-    """A quantized basis over the tiles of a weight (out, K).
+def tile_basis(rows: Tensor, tile: int, inputs: Tensor | None = None) -> Basis:
+    """A quantized basis over the tiles of a weight (out, K), for inputs of these second moments, (groups, L, L).
 
     With A the mean second moment of a tile of inputs and S that of a tile of weights: C = A^-1/2 V with V
     the eigenvectors of A^1/2 S A^1/2. It makes both diagonal: latents are uncorrelated, and an error in any
@@ -189,7 +191,7 @@ def tile_basis(rows: Tensor, tile: int, moments: LayerMoments | None = None) -> 
     """
     tiles = rows.reshape(-1, tile).double()
     second = tiles.T @ tiles / len(tiles)
-    half, inverse = _square_roots(second, moments)
+    half, inverse = _square_roots(second, inputs)
     _, vectors = torch.linalg.eigh(half @ second @ half)
     columns = inverse @ vectors.flip(1)
     columns = columns / (torch.linalg.slogdet(columns).logabsdet / tile).exp()  # det itself may overflow
@@ -201,14 +203,21 @@ def tile_basis(rows: Tensor, tile: int, moments: LayerMoments | None = None) -> 
     return Basis(to_codes(columns, scale, CODEBOOK_BITS), scale)
 
 
-def _square_roots(like: Tensor, moments: LayerMoments | None) -> tuple[Tensor, Tensor]:
+def smooth_inputs(kernel: Sequence[int]) -> Tensor:
+    """What to expect of the inputs under a kernel without having seen any: neighbours are alike, (1, k, k)."""
+    places = torch.cartesian_prod(*(torch.arange(size, dtype=torch.float64) for size in kernel))
+    places = places.reshape(-1, len(kernel))
+    return NEIGHBOURS ** torch.cdist(places, places, p=1.0)[None]
+
+
+def _square_roots(like: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor]:
     """A^1/2 and A^-1/2, with A the mean diagonal block of the inputs' moments, of the size of `like`."""
     tile = len(like)
-    if moments is None:
+    if second is None:
         eye = torch.eye(tile, dtype=like.dtype, device=like.device)
         return eye, eye
-    groups, size, _ = moments.second.shape
-    blocks = moments.second.double().reshape(groups, size // tile, tile, size // tile, tile)
+    groups, size, _ = second.shape
+    blocks = second.double().reshape(groups, size // tile, tile, size // tile, tile)
     mean = blocks.diagonal(dim1=1, dim2=3).mean((0, 3)).to(like.device)
     values, vectors = torch.linalg.eigh(mean)
     values = values.clamp_min(values.max() * 1e-3).clamp_min(torch.finfo(torch.float32).tiny)
