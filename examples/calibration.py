@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 import factorpack as fp
 from factorpack.digits import accuracy, digits, net, train_net
 
-RATIO = 30
+RATIO = 70
 
 
 def main(folder: Path) -> None:

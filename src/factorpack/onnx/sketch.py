@@ -25,12 +25,15 @@ class Type(IntEnum):
     FLOAT = 1
     UINT8 = 2
     INT8 = 3
+    UINT16 = 4
     INT16 = 5
     INT32 = 6
     INT64 = 7
     BOOL = 9
     FLOAT16 = 10
     DOUBLE = 11
+    UINT32 = 12
+    UINT64 = 13
     COMPLEX64 = 14
     COMPLEX128 = 15
     BFLOAT16 = 16
@@ -48,6 +51,9 @@ TYPES: dict[torch.dtype, Type] = {
     torch.float8_e5m2: Type.FLOAT8E5M2,
     torch.complex64: Type.COMPLEX64,
     torch.complex128: Type.COMPLEX128,
+    torch.uint64: Type.UINT64,
+    torch.uint32: Type.UINT32,
+    torch.uint16: Type.UINT16,
     torch.int64: Type.INT64,
     torch.int32: Type.INT32,
     torch.int16: Type.INT16,
