@@ -625,3 +625,28 @@ def test_a_split_cuts_every_argument_of_a_dictionary() -> None:
 def test_one_input_cannot_be_split() -> None:
     with pytest.raises(fp.SourceError, match="one calibration sample cannot be split in two"):
         calibrate(nn.Linear(3, 2), seeded(1, 3)).split(0.5)
+
+
+class Viewing(nn.Module):
+    """Reads an image as a vector, which takes channels first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.linear = nn.Conv2d(3, 4, 3), nn.Linear(16, 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        output: Tensor = self.linear(self.convolution(images).view(len(images), -1))
+        return output
+
+
+def test_images_have_their_channels_last_where_the_model_takes_them() -> None:
+    images = seeded(2, 3, 4, 4)
+    flat = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+    (batch,) = calibrate(flat, [images]).batches
+    assert batch.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(batch, images)
+    kept = calibrate(Viewing(), [images])
+    assert kept.batches[0].is_contiguous()
+    assert kept.order == ["convolution", "linear"]
+    (tokens,) = calibrate(nn.Linear(4, 2), [images]).batches
+    assert tokens is images or tokens.data_ptr() == images.data_ptr()

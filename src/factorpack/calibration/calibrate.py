@@ -7,6 +7,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from factorpack.batches import (
     StopForward,
     batch_size,
     can_join,
+    device_of,
     evaluating,
     hooked,
     inputs_of,
@@ -50,8 +52,7 @@ class Calibration:
     """
 
     def __init__(self, model: nn.Module, batches: Iterable[Any], samples: int = 64) -> None:
-        self.batches = _take_samples(batches, samples)
-        runs = _execution_order(model, self.batches[0])
+        self.batches, runs = _in_fast_layout(model, _take_samples(batches, samples))
         self.order = list(dict.fromkeys(runs))
         self.repeated = frozenset(name for name, count in Counter(runs).items() if count > 1)
         self._segments: list[Segments] = []  # shared by all parts of a split
@@ -236,6 +237,23 @@ def _usable(inputs: Any) -> Any:
         if isinstance(inputs, Tensor):
             return inputs.clone() if inputs.is_inference() else inputs
         return {key: _usable(value) for key, value in inputs.items()}
+
+
+def _in_fast_layout(model: nn.Module, batches: list[Any]) -> tuple[list[Any], list[str]]:
+    """The batches, and the order in which layers run: images with their channels last, if the model takes them.
+
+    On a CPU convolutions are a quarter faster so. A model that views an image as a vector refuses them.
+    """
+    images = device_of(model).type == "cpu" and all(_is_image(batch) for batch in batches)
+    if images and any(isinstance(module, nn.Conv2d) for module in model.modules()):
+        turned = [batch.contiguous(memory_format=torch.channels_last) for batch in batches]
+        with suppress(SourceError):
+            return turned, _execution_order(model, turned[0])
+    return batches, _execution_order(model, batches[0])
+
+
+def _is_image(batch: Any) -> bool:
+    return isinstance(batch, Tensor) and batch.dim() == 4 and batch.is_floating_point()
 
 
 def _execution_order(model: nn.Module, batch: Any) -> list[str]:
