@@ -47,7 +47,13 @@ def torch_file(value: object) -> bytes:
     return buffer.getvalue()
 
 
+def null_metadata() -> bytes:
+    header = b'{"__metadata__":null}   '
+    return len(header).to_bytes(8, "little") + header
+
+
 REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
+    "null metadata": (null_metadata, "its metadata holds"),
     "aliases of a large tensor": (
         lambda: costly.file_of({"w": costly.constant([1024, 1000])}, ALIASES),
         "250 aliases add 256000000 elements, allowed are ",

@@ -54,7 +54,7 @@ def forge_shape(pieces: Pieces, rng: random.Random) -> None:
     name, part = next(iter(row["parts"].items()))
     shape = [rng.choice((1, 2, 3, 5, 40, 300)) for _ in part[2]]
     row["shape"], part[2] = list(shape), list(shape)
-    if name == "codes":
+    if name == "codes" and "scale" in row["parts"]:
         row.pop("transposed_groups", None)
         row["parts"]["scale"][2] = [shape[0], 1]
         row["parts"]["scale"][3] = shape[0] * (2 if row["parts"]["scale"][1] == "float16" else 4)

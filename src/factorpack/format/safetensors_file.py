@@ -45,7 +45,7 @@ class SafetensorsFile:
         header = parse_json(self.read(8, length), self.bytes)
         if not isinstance(header, dict):
             raise FormatError(f"the header of {path} is {short(header)}, expected a table")
-        self.metadata: dict[str, Any] = header.pop(METADATA, {})
+        self.metadata: dict[str, Any] = header.pop(METADATA, None) or {}  # null is the same as none
         self.entries: dict[str, Any] = header
         self.first = 8 + length
         """Where the entries begin; their offsets count from here."""
