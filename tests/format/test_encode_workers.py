@@ -54,10 +54,15 @@ def test_an_error_comes_back_and_the_worker_goes_on():
     assert [worker.pid for worker in workers._idle] == [first]
 
 
-def test_what_a_dead_worker_had_is_encoded_here():
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_what_a_dead_worker_had_is_encoded_here(is_gone: bool):
+    """One that is gone before it is asked breaks the pipe; another ends it."""
     expected = encode_codes(codes(), 0, 0)
     encode_elsewhere(codes(), 0, 0)
-    os.kill(workers._idle[0].pid, signal.SIGKILL)
+    worker = workers._idle[0]
+    os.kill(worker.pid, signal.SIGKILL)
+    if is_gone:
+        worker.wait()
     assert encode_elsewhere(codes(), 0, 0) == expected
     assert not workers.are_running()
 

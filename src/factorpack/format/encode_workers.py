@@ -101,7 +101,7 @@ def _send(file: IO[bytes], value: object) -> None:
 
 def _stop(worker: Worker) -> None:
     worker.kill()
-    with worker:  # closes the pipes and waits
+    with suppress(BrokenPipeError), worker:  # closes the pipes, even where it died before reading, and waits
         pass
 
 
