@@ -15,11 +15,14 @@ from torch import Tensor, nn
 import factorpack as fp
 from factorpack.budget import worker_tasks, workers
 from factorpack.budget.sensitivity import measure_information
+from factorpack.budget.worker_tasks import _load_weights, save_weights
 from factorpack.calibration.calibrate import calibrate
 from factorpack.engine import Engine, Local
 from factorpack.errors import EngineError, PlanError, SourceError
+from factorpack.record import LayerMoments
+from factorpack.weight import Weight
 from tests.engine import works
-from tests.helpers import seeded
+from tests.helpers import assert_same_tensor, seeded
 from tests.test_per_tensor import Here
 
 
@@ -179,3 +182,17 @@ def test_no_other_code_than_the_drivers_is_opened(tmp_path: Path) -> None:
     shared.code.write_bytes(shared.code.read_bytes()[:-1] + b"x")
     with pytest.raises(EngineError, match="is not the file that the driver wrote"):
         worker_tasks._open_once(shared)
+
+
+def test_a_worker_gets_a_weight_with_all_that_is_known_of_it(tmp_path: Path) -> None:
+    second, mean = torch.eye(3)[None], torch.ones(1, 3)
+    known = Weight(seeded(9, 3), 1, LayerMoments(second, mean, None, 2 * mean), 0.5, True)
+    save_weights(tmp_path / "weights", {"known": known, "unknown": Weight(seeded(2, 2))})
+    found = _load_weights(tmp_path / "weights", "cpu")
+    assert list(found) == ["known", "unknown"]
+    assert_same_tensor(found["known"].values, known.values)
+    assert found["known"].inputs is not None
+    assert_same_tensor(found["known"].inputs.original_mean, 2 * mean)
+    for name in ("transposed_groups", "sensitivity", "is_vocabulary"):
+        assert getattr(found["known"], name) == getattr(known, name)
+    assert (found["unknown"].inputs, found["unknown"].sensitivity) == (None, None)

@@ -64,6 +64,7 @@ class SequentialCoder:
         walk = self._knowledge.walk(self._compressed)
         journal = self._journal.after("codes", dict(methods), dict(planned), aim)
         estimated: dict[str, int] = {}
+        half = HALF * sum(planned.values())
         with (
             Progress("compressing", self._tensors.numel, self._progress) as bar,
             LargestFirst(torch.get_num_threads()) as pool,
@@ -71,7 +72,7 @@ class SequentialCoder:
             for name in self.order:
                 bar.show(name)
                 to_come = sum(planned[later] for later in planned if later not in self._done)
-                if to_come <= HALF * sum(planned.values()):
+                if to_come <= half:
                     left -= self._settle(estimated)
                 share = left / max(to_come, 1.0)
                 kept = journal.find(name, self.streams)

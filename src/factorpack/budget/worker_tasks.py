@@ -146,12 +146,8 @@ def _stored(weight: Weight) -> dict[str, object]:
     moments = (
         None if inputs is None else {each.name: getattr(inputs, each.name) for each in fields(LayerMoments)}
     )
-    return {
-        "values": weight.values.detach(),
-        "transposed_groups": weight.transposed_groups,
-        "inputs": moments,
-        "sensitivity": weight.sensitivity,
-    }
+    found = {each.name: getattr(weight, each.name) for each in fields(Weight) if each.init}
+    return found | {"values": weight.values.detach(), "inputs": moments}
 
 
 def _load_weights(path: Path, device: str) -> dict[str, Weight]:
