@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import constriction
@@ -24,6 +25,7 @@ from factorpack.format.symbols import Codes, Symbols, code_order, count_values, 
 from factorpack.quantize.trellis import (
     Flags,
     Integers,
+    Machine,
     indices_of,
     levels_of,
     machine,
@@ -112,36 +114,45 @@ def decode(data: bytes, rows: int, columns: int, states: int) -> NDArray[np.int3
     coder = entropy.open_coder(data[start + taken :])
     row_class = entropy.pop(coder, height, of_rows).astype(np.uint8)
     column = entropy.pop(coder, rows * columns // height, of_columns).astype(np.uint8)
-    classing, quiet = Classing(row_class, column >> 1), column & 1 == 0
-    order = code_order(header.low, header.symbols)
+    paths = _Paths(
+        Classing(row_class, column >> 1),
+        column & 1 == 0,
+        [tables.model(each) if len(each) > 1 else None for each in models],
+        code_order(header.low, header.symbols),
+        machine(states),
+        segment,
+    )
     is_narrow = -(-height // segment) * len(column) <= _NARROW
-    pop_paths = _pop_narrow_paths if is_narrow else _pop_paths
-    levels = pop_paths(coder, classing, quiet, models, order, states, segment)
+    levels = (_pop_narrow_paths if is_narrow else _pop_paths)(coder, paths)
     if not coder.is_empty():
         raise FormatError("an entropy-coded message is longer than its codes")
     return from_view(levels, header.split, rows)
 
 
-def _pop_paths(
-    coder: entropy.Coder,
-    classing: Classing,
-    quiet: Flags,
-    frequencies: list[tables.Counts],
-    order: Codes,
-    states: int,
-    segment: int,
-) -> NDArray[np.int32]:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Paths:
+    """What a stream says of its paths before their indices."""
+
+    classing: Classing
+    quiet: Flags
+    models: list[Any]
+    """constriction's, or None for a table of one symbol."""
+    order: Codes
+    machine: Machine
+    segment: int
+
+
+def _pop_paths(coder: entropy.Coder, paths: _Paths) -> NDArray[np.int32]:
     """Levels row by row, of all segments and columns at once."""
-    of = machine(states)
-    models = [tables.model(each) if len(each) > 1 else None for each in frequencies]
+    classing, of, segment = paths.classing, paths.machine, paths.segment
     rows, columns = len(classing.rows), len(classing.columns)
     levels = np.empty((rows, columns), np.int32)
-    state = of.start(quiet, -(-rows // segment))
+    state = of.start(paths.quiet, -(-rows // segment))
     for row in range(min(segment, rows)):
         here = state[: len(range(row, rows, segment))]
         quantizer = of.quantizer[here]
         of_entry = _models(classing, slice(row, None, segment), quantizer).ravel()
-        indices = _pop_step(coder, of_entry, models, order).reshape(here.shape)
+        indices = _pop_step(coder, of_entry, paths.models, paths.order).reshape(here.shape)
         for top in range(0, columns, _SLAB):
             own = (slice(None), slice(top, top + _SLAB))
             levels[row::segment][own] = levels_of(indices[own], quantizer[own])
@@ -184,23 +195,14 @@ def _pop_wide_step(
     return indices
 
 
-def _pop_narrow_paths(
-    coder: entropy.Coder,
-    classing: Classing,
-    quiet: Flags,
-    frequencies: list[tables.Counts],
-    order: Codes,
-    states: int,
-    segment: int,
-) -> NDArray[np.int32]:
+def _pop_narrow_paths(coder: entropy.Coder, paths: _Paths) -> NDArray[np.int32]:
     """`_pop_paths` one index at a time: for a few entries per step, arrays take longer than numbers."""
-    of = machine(states)
-    quantizers, after, codes = of.quantizer.tolist(), of.after.tolist(), order.tolist()
-    models = [tables.model(each) if len(each) > 1 else None for each in frequencies]
-    of_rows, of_columns = classing.rows.tolist(), classing.columns.tolist()
+    of, models, segment = paths.machine, paths.models, paths.segment
+    quantizers, after, codes = of.quantizer.tolist(), of.after.tolist(), paths.order.tolist()
+    of_rows, of_columns = paths.classing.rows.tolist(), paths.classing.columns.tolist()
     rows, columns = len(of_rows), len(of_columns)
     levels = np.empty((rows, columns), np.int32)
-    state = of.start(quiet, -(-rows // segment)).tolist()
+    state = of.start(paths.quiet, -(-rows // segment)).tolist()
     for first in range(min(segment, rows)):
         entries = [
             (2 * (of_rows[row] + of_columns[column]) + quantizers[state[part][column]], part, column)
