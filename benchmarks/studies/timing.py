@@ -45,12 +45,13 @@ def run(
     batch: int = 50,
     held_out: int = 8,
     streamed: bool = False,
+    rounding: bool = True,
     method: dict[str, Any] | None = None,
 ) -> Row:
     """Compresses "resnet18", "stories15m" or a random Llama into a budget, calibrated on `samples` inputs.
 
-    `length` is the tokens of an input. With `streamed` the source is a sharded checkpoint on disk. With a
-    `method`, only saving what it makes from the weights alone is measured.
+    `length` is the tokens of an input. With `streamed` the source is a sharded checkpoint on disk, and plain
+    `rounding` can be left out. With a `method`, only saving what it makes from the weights alone is measured.
     """
     warm_up()
     if llama is not None:
@@ -59,7 +60,7 @@ def run(
             return time_saving(random_llama(shape, getattr(torch, dtype)), method)
         data = _texts(random_tokens(shape.vocabulary, samples + held_out, length), samples, batch)
         if streamed:
-            return time_stream(shape, ratio, data)
+            return time_stream(shape, ratio, data, rounding)
         return time_model(random_llama(shape, getattr(torch, dtype)), ratio, data)
     if model == "stories15m":
         net = stories15m()
@@ -106,7 +107,7 @@ def time_model(net: nn.Module, ratio: float, data: Data) -> Row:
     return _with_rounding(found, net, data) if data.batches else found
 
 
-def time_stream(shape: Shape, ratio: float, data: Data) -> Row:
+def time_stream(shape: Shape, ratio: float, data: Data, rounding: bool) -> Row:
     """As `time_model`, from a sharded checkpoint. Rounding has the model in memory, only the budget streams."""
     from transformers import AutoModelForCausalLM
 
@@ -117,7 +118,8 @@ def time_stream(shape: Shape, ratio: float, data: Data) -> Row:
         net = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).to(device()).eval()
         facts = {"parameters": _parameters(net), "samples": _count(data.batches), "blocks": shape.layers}
         row = {**costs, **_quality(net, packed, data.held_out)}
-        return _with_rounding({**facts, "cores": len(os.sched_getaffinity(0)), "budget": row}, net, data)
+        found = {**facts, "cores": len(os.sched_getaffinity(0)), "budget": row}
+        return _with_rounding(found, net, data) if rounding else found
 
 
 def _compress_streamed(source: Path, ratio: float, data: Data, target: Path) -> fp.Packed:

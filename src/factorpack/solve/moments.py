@@ -56,12 +56,21 @@ def positions(layer: nn.Module, inputs: Tensor, most: int | None = None) -> Tens
     shape = windows.shape[:spots]
     count = math.prod(shape)
     if most is not None and count > most:
-        windows = windows[torch.unravel_index(spread_evenly(count, most, inputs.device), shape)]
+        windows = windows[_unravel(spread_evenly(count, most, inputs.device), shape)]
         spots = 1
     if groups == 1:
         return windows.reshape(1, -1, math.prod(windows.shape[spots:]))
     split: Tensor = windows.unflatten(-1, (groups, -1)).movedim(-2, 0)
     return split.reshape(groups, -1, math.prod(split.shape[1 + spots :]))
+
+
+def _unravel(places: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """As `torch.unravel_index`, whose first call imports sympy: 2.7 s."""
+    axes = []
+    for size in reversed(shape):
+        axes.append(places % size)
+        places = places // size
+    return tuple(reversed(axes))
 
 
 def _to_weight_order(layer: nn.Module, device: torch.device) -> Tensor | None:
