@@ -131,3 +131,8 @@ class LayerMoments:
 def weight_of(layer: str) -> str:
     """The name of a layer's weight; the layer may be the whole model, whose name is empty."""
     return f"{layer}.weight" if layer else "weight"
+
+
+def bias_of(weight: str) -> str:
+    """The name of the bias beside a weight."""
+    return f"{weight.removesuffix('weight')}bias"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from factorpack.budget.candidates import encode_with_step, meet_bytes
+from factorpack.budget.following_norms import MeanOutput, explain_mean_of, running_means_after
 from factorpack.budget.journal import NOTHING_KEPT, Finished, Journal
 from factorpack.budget.knowledge import Knowledge
 from factorpack.budget.norms import correct_outputs
@@ -21,7 +22,7 @@ from factorpack.format.packed_file import bytes_of, rows_of
 from factorpack.methods import SecondOrder
 from factorpack.passes.resident import copy_network, release, replace_weight, tensor_of
 from factorpack.progress import Progress
-from factorpack.record import Encoded, LayerMoments
+from factorpack.record import Encoded, LayerMoments, bias_of
 from factorpack.weight import Weight
 
 NEARLY = 0.03
@@ -53,6 +54,9 @@ class SequentialCoder:
         self.order = knowledge.order(tensors.coded)
         self._done: dict[str, _Done] = {}
         self._compressed: nn.Module | None = None
+        self._means = self._explained_means()
+        self._corrected: dict[str, Tensor] = {}
+        """Running means of norms, where no data but the norm itself tells a layer's mean inputs."""
         self.streams = Streams()
         """What was encoded to measure the file, for whoever writes it."""
 
@@ -114,11 +118,13 @@ class SequentialCoder:
 
     def zero(self, name: str) -> None:
         zero = zero_of(self._tensors.source.entries[name])
+        self._correct_mean(name, zero)
         self._done[name] = _Done(zero.noted("zero: the budget leaves no room for it"), 0.0, 0)
 
     def measure(self) -> tuple[int, dict[str, Encoded]]:
         coded = {name: done.encoded for name, done in self._done.items()}
-        tensors = self._tensors.join(coded, self._compressed)
+        state = self._corrected if self._compressed is None else self._compressed.state_dict()
+        tensors = self._tensors.join(coded, state)
         return bytes_of(rows_of(tensors, self.streams), self._tensors.source.aliases), tensors
 
     def _settle(self, estimated: dict[str, int]) -> int:
@@ -141,6 +147,24 @@ class SequentialCoder:
                 replace_weight(compressed, name, encoded, decode(encoded))
         return compressed
 
+    def _explained_means(self) -> dict[str, tuple[str, MeanOutput]]:
+        """Weights, the running means behind them, and what explains those: without calibration data."""
+        source, planner = self._tensors.source, self._knowledge.planner
+        if self._knowledge.calibration is not None or not planner.correct_means:
+            return {}
+        found = {}
+        for name, mean in running_means_after(source, self._tensors.coded).items():
+            explained = explain_mean_of(source, name, mean)
+            if explained is not None:
+                found[name] = (mean, explained)
+        return found
+
+    def _correct_mean(self, name: str, encoded: Encoded) -> None:
+        """Restores the mean output of a layer whose weight has new codes."""
+        if name in self._means:
+            mean, explained = self._means[name]
+            self._corrected[mean] = explained.with_weight(decode(encoded))
+
     def _encode(
         self, name: str, method: SecondOrder, planned: float, share: float, walk: Walk | None
     ) -> _Done:
@@ -162,6 +186,7 @@ class SequentialCoder:
         """A weight that an earlier run has coded, put into the compressed network."""
         assert kept.encoded is not None
         weight, moments = self._weight(name, walk) if is_closer else (None, None)
+        self._correct_mean(name, kept.encoded)
         if self._compressed is not None:
             replace_weight(self._compressed, name, kept.encoded, decode(kept.encoded))
             for key, value in kept.tensors.items():
@@ -174,13 +199,14 @@ class SequentialCoder:
     def _finished(self, name: str, done: _Done) -> Finished:
         """A weight's codes, and what was corrected with it, for a run that resumes this one."""
         norm = self._knowledge.norm_of.get(self._knowledge.layer_of.get(name, ""))
-        keys = [f"{name.removesuffix('weight')}bias", f"{norm}.running_mean", f"{norm}.running_var"]
+        keys = [bias_of(name), f"{norm}.running_mean", f"{norm}.running_var"]
         found = {} if self._compressed is None else {key: tensor_of(self._compressed, key) for key in keys}
         corrected = {key: value.detach() for key, value in found.items() if value is not None}
         return Finished({"step": done.step, "bytes": done.bytes}, corrected, done.encoded)
 
     def _put(self, name: str, encoded: Encoded, before: Tensor, moments: LayerMoments | None) -> Encoded:
         """Replaces a weight in the compressed network and restores its layer's mean output; returns its codes."""
+        self._correct_mean(name, encoded)
         if self._compressed is None:
             return encoded
         weight = decode(encoded)

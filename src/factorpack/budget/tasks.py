@@ -8,8 +8,11 @@ of them misses is not spent by the next: the bytes are not quite those of `seque
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from factorpack.budget.candidates import (
     encode_with_step,
@@ -18,11 +21,13 @@ from factorpack.budget.candidates import (
     planning_bytes,
 )
 from factorpack.budget.curves import Curve, load_curves, save_curves
+from factorpack.budget.following_norms import explain_mean, running_means_after
 from factorpack.budget.goals import check_max_bytes
 from factorpack.budget.meet import meet_size
 from factorpack.budget.norms import small_leftovers
 from factorpack.budget.planner import BudgetRequest, Planner
 from factorpack.budget.tensors import choose_fixed, overhead_bytes, zero_of
+from factorpack.decoding import decode
 from factorpack.engine import Engine, Task, run_tasks
 from factorpack.errors import FormatError, PlanError, while_compressing
 from factorpack.format.checked_file import say_damaged
@@ -44,6 +49,8 @@ from factorpack.per_tensor import (
     write_part,
 )
 from factorpack.planning.rules import Choice
+from factorpack.record import bias_of
+from factorpack.weight import Weight
 
 
 def compress_to_bytes_over(
@@ -68,6 +75,11 @@ class TaskCoder:
         self._checkpoint, self._folder, self._engine = checkpoint, folder, engine
         self._checksums = checksums_of(request.source)
         fixed, self.order = choose_fixed(request)
+        self._means = {
+            weight: (mean, fixed[mean])
+            for weight, mean in running_means_after(request.source, self.order).items()
+            if request.planner.correct_means and not fixed[mean].by_caller
+        }
         self._rows: dict[str, TensorRow] = {}
         self._files: dict[str, Path] = {}
         self._steps: dict[str, float] = {}
@@ -121,8 +133,11 @@ class TaskCoder:
     def zero(self, name: str) -> None:
         zero = zero_of(self._source.entries[name]).noted("zero: the budget leaves no room for it")
         self._files[name] = self._folder / work_file_name("zero", name, zero.shape, zero.dtype)
+        behind = self._mean_behind(name, ("zero", self._checksums[name], name))
+        if behind is not None:
+            _write_mean(behind, read_stored(self._stored(name)).values, decode(zero))
         write_part(self._files[name], name, zero)
-        self._rows[name] = Reader(self._files[name]).rows[name]
+        self._read_rows(name)
 
     def measure(self) -> tuple[int, dict[str, Path]]:
         return self._size(self._rows), {name: self._files[name] for name in self._source.entries}
@@ -144,16 +159,38 @@ class TaskCoder:
             self._steps[name] = method.step
             key = ("codes", self._checksums[name], name, method, aim)
             self._files[name] = self._folder / work_file_name(*key)
-            tasks.append(self._task(name, encode_weight, (method, aim, self._files[name])))
+            mean = self._mean_behind(name, key)
+            tasks.append(self._task(name, encode_weight, (method, aim, self._files[name], mean)))
         self._run(tasks, "compressing")
+
+    def _mean_behind(self, name: str, key: tuple[object, ...]) -> MeanBehind | None:
+        """The running mean that is corrected for a weight's codes, and the file it goes into."""
+        if name not in self._means:
+            return None
+        (mean, choice), bias = self._means[name], bias_of(name)
+        self._files[mean] = self._folder / work_file_name("mean", self._checksums[mean], mean, *key)
+        own = self._stored(bias) if bias in self._source.entries else None
+        return MeanBehind(self._stored(mean), choice, own, self._files[mean])
 
     def _run(self, tasks: Sequence[Task], verb: str) -> None:
         """Makes the files that are not there yet, and reads how all of them are stored."""
-        missing = [task for task in tasks if not is_whole(self._files[task.name], task.name)]
+        missing = [
+            task
+            for task in tasks
+            if not all(is_whole(self._files[name], name) for name in self._made_with(task.name))
+        ]
         for _ in run_tasks(self._engine, missing, verb, self._progress):
             pass
         for task in tasks:
-            self._rows[task.name] = Reader(self._files[task.name]).rows[task.name]
+            self._read_rows(task.name)
+
+    def _made_with(self, name: str) -> list[str]:
+        """A tensor, and the running mean that is corrected with it."""
+        return [name, self._means[name][0]] if name in self._means else [name]
+
+    def _read_rows(self, name: str) -> None:
+        for each in self._made_with(name):
+            self._rows[each] = Reader(self._files[each]).rows[each]
 
     def _size(self, rows: Mapping[str, TensorRow]) -> int:
         return bytes_of([rows[name] for name in self._source.entries], self._source.aliases)
@@ -180,8 +217,20 @@ def measure_curve(tensor: StoredTensor, bits: float, planner: Planner, file: Pat
     save_curves(file, curves, file.stem)
 
 
-def encode_weight(tensor: StoredTensor, method: SecondOrder, aim: float | None, file: Path) -> None:
-    """A worker's task: a weight by its method, or near its step at a number of bytes."""
+@dataclass(frozen=True, slots=True)
+class MeanBehind:
+    """The running mean of the norm behind a weight, and the weight's own bias."""
+
+    mean: StoredTensor
+    choice: Choice
+    bias: StoredTensor | None
+    file: Path
+
+
+def encode_weight(
+    tensor: StoredTensor, method: SecondOrder, aim: float | None, file: Path, behind: MeanBehind | None
+) -> None:
+    """A worker's task: a weight by its method, or near its step at a number of bytes, and the mean behind it."""
     assert method.step is not None
     with while_compressing(tensor.name):
         weight = read_stored(tensor)
@@ -190,7 +239,21 @@ def encode_weight(tensor: StoredTensor, method: SecondOrder, aim: float | None, 
             if aim is None
             else meet_bytes(weight, method, aim, aim)
         )
+    if behind is not None:
+        _write_mean(behind, weight.values, decode(coded.encoded))
     write_part(file, tensor.name, coded.encoded)
+
+
+def _write_mean(behind: MeanBehind, original: Tensor, weight: Tensor) -> None:
+    """The running mean that keeps the mean output of a weight as it was; unchanged where nothing explains it."""
+    mean = read_stored(behind.mean).values
+    bias = None if behind.bias is None else read_stored(behind.bias).values
+    explained = explain_mean(original, bias, mean)
+    if explained is not None:
+        mean = explained.with_weight(weight)
+    name = behind.mean.name
+    kept = small_leftovers({name: behind.choice.encode(Weight(mean))}, None)
+    write_part(behind.file, name, kept[name])
 
 
 def _read_curve(file: Path, name: str) -> Curve | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from factorpack.budget.norms import small_leftovers
 from factorpack.budget.planner import BudgetRequest
@@ -41,23 +41,21 @@ class Tensors:
     def is_fixed_by_caller(self, name: str) -> bool:
         return name in self.fixed and self.fixed[name].by_caller
 
-    def join(self, coded: Mapping[str, Encoded], compressed: nn.Module | None) -> dict[str, Encoded]:
-        """Every tensor in the source's order; what is kept raw as the compressed network has it now."""
+    def join(self, coded: Mapping[str, Encoded], state: Mapping[str, Tensor]) -> dict[str, Encoded]:
+        """Every tensor in the source's order; what is kept raw as the compressed network's `state` has it now."""
         fixed = dict(self.fixed)
-        if compressed is not None:
-            state = compressed.state_dict()
-            for name, encoded in fixed.items():
-                # A weight on the meta device was not changed.
-                changed = name in state and not state[name].is_meta
-                if encoded.kind == "keep" and not encoded.by_caller and changed:
-                    fixed[name] = Keep().encode(Weight(state[name])).noted(encoded.note)
+        for name, encoded in fixed.items():
+            # A weight on the meta device was not changed.
+            changed = name in state and not state[name].is_meta
+            if encoded.kind == "keep" and not encoded.by_caller and changed:
+                fixed[name] = Keep().encode(Weight(state[name])).noted(encoded.note)
         small = small_leftovers(fixed, self.model, self.fold_norms)
         return {name: coded[name] if name in coded else small[name] for name in self.source.entries}
 
     @cached_property
     def empty(self) -> dict[str, Encoded]:
         """The tensors of the smallest possible file: what is kept, and every weight zero."""
-        return self.join({name: zero_of(self.source.entries[name]) for name in self.coded}, None)
+        return self.join({name: zero_of(self.source.entries[name]) for name in self.coded}, {})
 
     @cached_property
     def smallest_bytes(self) -> int:
