@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import sqrt
+from math import exp, sqrt
 
 import torch
 from torch import Tensor
@@ -33,6 +33,11 @@ GAUSSIAN_BITS = 2.05
 VALUES_AT_ONCE = 1 << 24
 VOCABULARY = 30.0
 """A relative error of words counts as much more than one of a layer: it reaches the logits undiluted."""
+PATH_PAYS = 1 << 17
+"""In a weight of as many values a trellis always pays; smaller ones are compared with and without."""
+PATH_SAVES, PATH_RATE = 0.155, 0.7
+"""Bits that a trellis saves per value at equal error where values take many bits, and how fast that is reached:
+docs/results/codes.md."""
 PLANNED_BYTES = 56
 """Peak memory per element while a weight is planned or coded, at one step."""
 PLANNED_VALUES = 1 << 18
@@ -184,11 +189,18 @@ def choose_methods(weights: Sequence[Weight], planner: Planner, bits: float) -> 
         weight.forget((method.tile, method.damping))
     if not planner.trellis:
         return best
-    paths = [
-        [method, replace(method, trellis=planner.trellis)] if weight.layout.outputs >= SHORTEST else [method]
-        for weight, method in zip(weights, best, strict=True)
+    with_path = [
+        _paths(weight, method, planner.trellis) for weight, method in zip(weights, best, strict=True)
     ]
-    return _cheapest(weights, paths, bits)
+    return _cheapest(weights, with_path, bits)
+
+
+def _paths(weight: Weight, method: SecondOrder, trellis: int) -> list[SecondOrder]:
+    """A method without and with a trellis, or the better one where that is clear."""
+    path = replace(method, trellis=trellis)
+    if weight.layout.outputs < SHORTEST:
+        return [method]
+    return [path] if weight.numel >= PATH_PAYS else [method, path]
 
 
 def _cheapest(
@@ -215,26 +227,36 @@ def _cheapest(
 
 
 def curves_of(weights: Sequence[Weight], methods: Sequence[SecondOrder], bits: float) -> list[Curve]:
-    """Seven octaves of steps about `bits` per weight, and one at which every code is zero."""
+    """Seven octaves of steps about `bits` per weight, and one at which every code is zero.
+
+    They are measured with plain codes. A path has the same error at the same step, and its bytes follow.
+    """
     tries = []
     for weight, method in zip(weights, methods, strict=True):
         middle = middle_step(weight, method, bits)
         steps = [middle * 2.0**octave for octave in OCTAVES]
-        tries.append(
-            Try(weight, method, [*steps, max(2.0 * steps[-1], 4.0 * method.problem(weight).largest)])
-        )
+        plain = replace(method, trellis=0)
+        tries.append(Try(weight, plain, [*steps, max(2.0 * steps[-1], 4.0 * method.problem(weight).largest)]))
     return [
         Curve(
             each.steps,
-            [int(size) for size, _ in measured],
+            [_bytes_along(method.trellis, size, each.weight.numel) for size, _ in measured],
             [loss for _, loss in measured],
             each.weight.numel,
-            each.method.tile,
-            step_at_unit_slope(each.weight, each.method),
-            each.method.trellis,
+            method.tile,
+            step_at_unit_slope(each.weight, method),
+            method.trellis,
         )
-        for each, measured in zip(tries, measure_steps(tries), strict=True)
+        for each, method, measured in zip(tries, methods, measure_steps(tries), strict=True)
     ]
+
+
+def _bytes_along(trellis: int, plain: float, numel: int) -> int:
+    """About the bytes of a path whose plain codes of equal error take `plain` bytes."""
+    if not trellis:
+        return int(plain)
+    saved = PATH_SAVES * (1 - exp(-PATH_RATE * 8 * plain / numel))
+    return int(plain - saved * numel / 8)
 
 
 def meet_bytes(

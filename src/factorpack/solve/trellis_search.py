@@ -6,12 +6,13 @@ can be chosen together: a path runs down the rows of all groups. See quantize/tr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from factorpack.quantize.trellis import machine, segment_rows
 from factorpack.solve.code_length import CLASSES, REACH, bits_of_counts, fit_lengths
@@ -27,8 +28,12 @@ ROUNDS = 3
 MANY_PATHS = 128
 """From this many paths on, going row by row over all of them is faster."""
 MAGNITUDES = REACH + 1
-BLOCK_ELEMENTS = 1 << 18
-FITTED_ELEMENTS = 1 << 19
+CELLS = 2 * REACH + 10
+"""Integer parts of magnitudes that are told apart; in the last four every index is beyond REACH."""
+IN_CACHE = 1 << 14
+"""Magnitudes whose candidates fit into a core's cache."""
+BLOCK_ELEMENTS = 1 << 17
+FITTED_ELEMENTS = 1 << 17
 """Elements that code lengths are fitted to."""
 
 
@@ -46,6 +51,11 @@ class TrellisLengths:
     price: float
     """The price of one bit, in squared steps of the levels."""
     states: int
+    cells: Tensor = field(init=False)
+    """See `Branches`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cells", _cells(self.table, self.price))
 
     def __call__(self, column: int, values: Tensor) -> Tensor:
         """Levels for one column; the rows of all groups are concatenated."""
@@ -68,28 +78,29 @@ class TrellisLengths:
     def _paths(self, values: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
         batch, rows, width = values.shape
         segment = segment_rows(rows)
-        classes = self._classes(columns)
-        costs, levels = _branches(
-            _to_segments(values.abs(), segment), _to_segments(classes, segment), self.table, self.price
-        )
+        classes = _to_segments(self._classes(columns), segment)
+        branches = Branches.of(_to_segments(values.abs(), segment), classes, self.cells)
+        costs = branches.costs()
         if rows % segment:  # padding after the last row costs nothing
             costs.unflatten(2, (batch, -1, width))[:, rows % segment :, :, -1] = 0
-        quiet = self.quiet[:, None, columns].expand(-1, -(-rows // segment), -1).reshape(-1)
-        without_path = (costs[1] < costs[0]).long()
-        taken = torch.where(quiet, without_path, cheapest_path(costs, self.states))
-        sizes = _from_segments(levels.gather(0, taken[None])[0], values)
+        taken = cheapest_path(costs, self.states)
+        quiet = self.quiet[:, None, columns]
+        if quiet.any():
+            without_path = (costs[1] < costs[0]).long()
+            taken = torch.where(quiet.expand(-1, -(-rows // segment), -1).reshape(-1), without_path, taken)
+        sizes = _from_segments(branches.levels(taken), values)
         return torch.where(values < 0, -sizes, sizes), _from_segments(taken >> 1, values)
 
     def _classes(self, columns: slice) -> Tensor:
         """Each element's row in the flattened table of all batches and classes: (batch, rows, columns)."""
-        first = CLASSES * torch.arange(len(self.table), device=self.table.device)[:, None, None]
-        classes = self.row_class[:, :, None] + self.column_class[:, None, columns]
-        return classes.clamp_(0, CLASSES - 1).add_(first)
+        first = CLASSES * torch.arange(len(self.table), device=self.table.device, dtype=torch.int32)
+        classes = self.row_class.int()[:, :, None] + self.column_class.int()[:, None, columns]
+        return classes.clamp_(0, CLASSES - 1).add_(first[:, None, None])
 
     def refit(self, levels: Tensor, quantizers: Tensor) -> TrellisLengths:
         """Code lengths from counts of index magnitudes; each non-zero one stands for two signs."""
         magnitude = ((levels.abs() + quantizers) / 2).floor().clamp_max(REACH).long()
-        cell = (self._classes(slice(None)) * 2 + quantizers) * MAGNITUDES + magnitude
+        cell = (self._classes(slice(None)).long() * 2 + quantizers) * MAGNITUDES + magnitude
         counts = torch.bincount(cell.flatten(), minlength=self.table.numel()).to(levels)
         counts = counts.reshape(self.table.shape)
         spots = torch.arange(MAGNITUDES, device=levels.device, dtype=levels.dtype)
@@ -130,19 +141,70 @@ def _initial_table(plain: Tensor) -> Tensor:
     return torch.stack([plain, torch.where(is_quiet, plain, between)], -2)
 
 
-def _branches(size: Tensor, classes: Tensor, table: Tensor, price: float) -> tuple[Tensor, Tensor]:
-    """The cost of the cheapest level of each subset, 2 q + parity, and that level: (4, segment, paths) each.
+@dataclass(frozen=True, slots=True, eq=False)
+class Branches:
+    """For each magnitude, the cheapest level of each of the four subsets, 2 q + parity.
 
-    It is the nearest index with that parity, or the next one towards zero.
+    It is the nearest index with that parity, or the next one towards zero. Which two levels these are depends
+    on the magnitude's integer part u alone, its *cell*; with f the rest, a level L costs (u - L)^2 + bits, plus
+    2 (u - L) f, plus f^2, which all levels share and which is left out. So one row of a table has it all.
     """
-    quantizer = torch.tensor([0.0, 0.0, 1.0, 1.0], device=size.device)[:, None, None]
-    parity = torch.tensor([0.0, 1.0, 0.0, 1.0], device=size.device)[:, None, None]
-    near = ((size + (quantizer - 2 * parity)) / 4).round_().clamp_min_(0)
-    index = parity + 2 * torch.stack([near, (near - 1).clamp_min_(0)])
-    level = 2 * index - quantizer * (index > 0)
-    place = (classes * 2 + quantizer.long()) * MAGNITUDES + index.clamp_max_(REACH).long()
-    cost, choice = torch.addcmul(price * table.take(place), size - level, size - level).min(0)
-    return cost, level.gather(0, choice[None])[0]
+
+    row: Tensor
+    """Rows of `cells`, and what is left of the magnitudes: (segment, paths)."""
+    fraction: Tensor
+    cells: Tensor
+    beyond: Tensor | None
+    """What levels are above those of the table's cells, where magnitudes are: (segment, paths)."""
+
+    @classmethod
+    def of(cls, size: Tensor, classes: Tensor, cells: Tensor) -> Branches:
+        cell = size.to(torch.int32)
+        fraction = size - cell
+        beyond = None
+        if bool((cell >= CELLS).any()):  # codes beyond REACH take the same bits: the last four cells repeat
+            last = torch.where(cell >= CELLS, CELLS - 4 + (cell - CELLS) % 4, cell)
+            beyond, cell = cell - last, last
+        return cls(classes * CELLS + cell, fraction, cells, beyond)
+
+    def costs(self) -> Tensor:
+        """The cost of each subset: (4, segment, paths)."""
+        costs = self.fraction.new_empty(4, *self.row.shape)
+        for rows in torch.arange(len(self.row)).split(max(1, IN_CACHE // self.row.shape[1])):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            both = functional.embedding(self.row[part], self.cells)
+            found = torch.addcmul(both[..., :8], both[..., 8:], self.fraction[part, :, None])
+            costs[:, part] = torch.minimum(found[..., :4], found[..., 4:]).movedim(-1, 0)
+        return costs
+
+    def levels(self, taken: Tensor) -> Tensor:
+        """The cheapest level of the subset that is taken at each place, (segment, paths)."""
+        place = self.row.long() * 16 + taken
+        near, lower = (
+            torch.addcmul(self.cells.take(place + way), self.cells.take(place + 8 + way), self.fraction)
+            for way in (0, 4)
+        )
+        cell = self.row % CELLS
+        away = self.cells.take(place + 8 + 4 * (lower < near)) / 2  # u - L
+        level = cell - away
+        return level if self.beyond is None else level + self.beyond
+
+
+def _cells(table: Tensor, price: float) -> Tensor:
+    """Rows of (u - L)^2 + price bits, and of 2 (u - L), of eight levels L each: (batch * CLASSES * CELLS, 16).
+
+    The first four are the nearest of each subset, the others the next ones towards zero.
+    """
+    cell = torch.arange(CELLS, device=table.device, dtype=table.dtype)[:, None]
+    quantizer = torch.tensor([0.0, 0.0, 1.0, 1.0], device=table.device, dtype=table.dtype)
+    parity = torch.tensor([0.0, 1.0, 0.0, 1.0], device=table.device, dtype=table.dtype)
+    near = ((cell + 0.5 + quantizer - 2 * parity) / 4).round().clamp_min(0)
+    index = parity + 2 * torch.cat([near, (near - 1).clamp_min(0)], 1).unflatten(1, (2, 4))
+    away = cell[:, :, None] - (2 * index - quantizer * (index > 0))  # (CELLS, 2, 4)
+    place = quantizer.long() * MAGNITUDES + index.clamp_max(REACH).long()
+    bits = table.flatten(2)[:, :, place]  # (batch, CLASSES, CELLS, 2, 4)
+    costs = away.square() + price * bits
+    return torch.cat([costs.flatten(3), (2 * away).expand_as(costs).flatten(3)], 3).flatten(0, 2)
 
 
 def cheapest_path(costs: Tensor, states: int) -> Tensor:
@@ -154,20 +216,25 @@ def cheapest_path(costs: Tensor, states: int) -> Tensor:
 
 def path_by_rows(costs: Tensor, states: int) -> Tensor:
     """The textbook Viterbi search: forward row by row, then backtracking."""
-    source, subset = (table.to(costs.device) for table in _predecessors(states))
+    source, subset = (table.to(costs.device).flatten() for table in _predecessors(states))
     rows, paths = costs.shape[1:]
     total = torch.full((states, paths), torch.inf, dtype=costs.dtype, device=costs.device)
     total[0] = 0
     choices = torch.empty((rows, states, paths), dtype=torch.bool, device=costs.device)
-    for row in range(rows):
-        first, second = total[source] + costs[:, row][subset]
-        choices[row] = second < first
-        total = torch.minimum(first, second)
-    state = total.argmin(0, keepdim=True)
+    ways = torch.empty((2 * states, paths), dtype=costs.dtype, device=costs.device)
+    added, (first, second) = torch.empty_like(ways), ways.chunk(2)
+    for row, of_subset in enumerate(costs.transpose(0, 1).contiguous()):
+        torch.index_select(total, 0, source, out=ways)
+        torch.index_select(of_subset, 0, subset, out=added)
+        ways.add_(added)
+        torch.lt(second, first, out=choices[row])
+        torch.minimum(first, second, out=total)
+    state, own = total.argmin(0), torch.arange(paths, device=costs.device)
     taken = torch.empty((rows, paths), dtype=torch.long, device=costs.device)
     for row in range(rows - 1, -1, -1):
-        way = choices[row].gather(0, state).long() * states + state
-        taken[row], state = subset.take(way)[0], source.take(way)
+        way = choices[row].take(state * paths + own).long().mul_(states).add_(state)
+        torch.take(subset, way, out=taken[row])
+        state = source.take(way)
     return taken
 
 
