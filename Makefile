@@ -45,8 +45,8 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.run benchmarks/experiments/speed
 
 fuzz: $(READY)
-	$(BIN)/python -m tools.fuzz --what reader --cases 1000000
-	$(BIN)/python -m tools.fuzz --what sources,recipes,curves,checkpoints --cases 20000
+	$(BIN)/python -m tools.fuzz --what reader --cases 1000000 --workers 0
+	$(BIN)/python -m tools.fuzz --what sources,recipes,curves,checkpoints --cases 20000 --workers 0
 	$(BIN)/python -m tools.fuzz --what folders,cli --cases 3000
 
 wheel: $(READY)

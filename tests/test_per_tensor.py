@@ -210,7 +210,7 @@ def test_a_part_under_another_name_is_not_taken(checkpoint: Path, expected: byte
     """The same tensor by another method is whole, and not what its name says."""
     out = tmp_path / "out"
     stopped(checkpoint, out)
-    parts = {Reader(part).schema.tensors[0].name: part for part in (tmp_path / "out.parts").iterdir()}
+    parts = {next(iter(Reader(part))): part for part in (tmp_path / "out.parts").iterdir()}
     part = parts["deep.weight"]
     per_tensor.write_part(
         tmp_path / "other.part", "deep.weight", fp.Scalar(2).encode(Weight(seeded(640, 160)))

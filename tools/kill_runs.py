@@ -3,8 +3,8 @@
 Each command runs undisturbed once. Then it is run again in an empty folder, ended at a random moment (by SIGKILL,
 SIGTERM or SIGINT, alone or with its workers), started again, and so on until it ends by itself. After every kill
 whatever stands under a final name must be whole. After SIGTERM and SIGINT the command has also removed its lock
-and its temporary file. The end must be the undisturbed run's, byte for byte, with nothing left over. The exit
-status says whether all of this held.
+and its temporary files. The end must be the undisturbed run's, byte for byte, with nothing left over, neither
+beside it nor in the temporary folder. The exit status says whether all of this held.
 
 Commands run in children of this process, forked after its imports, so that kills hit the work.
 """
@@ -12,15 +12,16 @@ Commands run in children of this process, forked after its imports, so that kill
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,33 +31,24 @@ import accelerate
 import matplotlib.backends.backend_agg
 import matplotlib.backends.backend_svg
 import torch
-from safetensors.torch import save_file
 
 from benchmarks.measure import machine
 from benchmarks.run import RESULTS
 from factorpack.commands import app, command_line, engines, exit_on_sigterm
+from factorpack.commands import demo as demo_module
+from factorpack.commands.demo import run_demo
 from factorpack.engine import Local
-from factorpack.format.container import Reader
-from tests.commands.test_compress_budget import wide_net
-from tests.helpers import seeded
-from tests.tune.small_net import build, write_images
+from tools.killed_commands import COMMANDS, Command, inputs
 
 MOST_IN_A_ROW = 12
 """Kills of one run before it is left alone: the next may be killed earlier and earlier."""
 PATIENCE_S = 120.0
 Ending = tuple[signal.Signals, bool]
 """A signal, and whether the workers get it too."""
+ALL = [name for name in COMMANDS if name != "compare a small net"]  # which is "compare", for a short run
 ENDINGS: list[Ending] = [
     (number, group) for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT) for group in (True, False)
 ]
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command line for a folder of inputs and one of outputs, and what of its result must be the same."""
-
-    arguments: Callable[[Path, Path], list[str]]
-    content: Callable[[Path], bytes]
 
 
 @dataclass
@@ -72,94 +64,29 @@ class Count:
     violations: list[str] = field(default_factory=list)
 
 
-def inputs(folder: Path) -> None:
-    """A checkpoint of many tensors, two small nets, and images."""
-    folder.mkdir()
-    many = {f"layer{n}.weight": seeded(96, 200 + n, seed=n) for n in range(10)}
-    save_file(many | {f"layer{n}.bias": seeded(96, seed=n) for n in range(10)}, folder / "many.safetensors")
-    save_file(build().state_dict(), folder / "small.safetensors")
-    save_file(wide_net().state_dict(), folder / "wide.safetensors")
-    (folder / "recipe.toml").write_text(
-        '[default]\nmethod = "qspca"\nrank = 6\nlatent_bits = 4\ntile = 16\n[finetune]\nepochs = 3\n'
-    )
-    for split in ("train", "val"):
-        write_images(folder / "data" / split, 6)
+def log_of(folder: Path) -> Path:
+    return folder.with_suffix(".log")
 
 
-def _compress(how: list[str], given: Path, out: Path) -> list[str]:
-    engine = ["--engine", "local", "--workers", "2"]
-    return ["compress", str(given / "many.safetensors"), "-o", str(out / "packed.safetensors"), *how, *engine]
+def temporary_of(folder: Path) -> Path:
+    """The temporary folder of the commands that write to `folder`."""
+    return folder.with_suffix(".temporary")
 
 
-def _calibrated(how: list[str], given: Path, out: Path) -> list[str]:
-    model = ["--model", "tests.commands.test_compress_budget:wide_net", "--image-size", "14"]
-    data = ["--calibration", str(given / "data" / "train")]
-    target = ["-o", str(out / "packed.safetensors")]
-    return ["compress", str(given / "wide.safetensors"), *target, *how, *model, *data]
-
-
-def _finetune(given: Path, out: Path) -> list[str]:
-    reading = ["--data", str(given / "data"), "--image-size", "14", "--batch-size", "4", "--workers", "0"]
-    how = ["--recipe", str(given / "recipe.toml"), "--model", "tests.tune.small_net:build"]
-    state = ["--checkpoint-every", "2"]
-    target = ["-o", str(out / "packed.safetensors")]
-    return ["finetune", str(given / "small.safetensors"), *target, *how, *reading, *state]
-
-
-def _compare(name: str, net: str, ratios: str, given: Path, out: Path) -> list[str]:
-    model = [
-        "--model",
-        net,
-        "--image-size",
-        "14",
-        "--workers",
-        "0",
-    ]
-    grid = ["--methods", "planned,scalar,ttq", "--ratios", ratios]
-    more = ["--data", str(given / "data"), "--engine", "local", "--engine-workers", "2"]
-    return ["compare", str(given / f"{name}.safetensors"), "-o", str(out / "grid"), *model, *grid, *more]
-
-
-def _point(path: Path) -> bytes:
-    """A file as it is; of a point or a table everything but the seconds it took."""
-    if path.suffix not in (".json", ".md"):
-        return path.read_bytes() if path.suffix == ".safetensors" else b""
-    if path.suffix == ".md":
-        return b""
-    document = json.loads(path.read_text())
-    document.pop("checksum", None)
-    for point in document.get("points", [document]):
-        point.pop("compress_s")
-    return json.dumps(document).encode()
-
-
-COMMANDS = {
-    "compress": Command(
-        partial(_compress, ["--rank", "24", "--latent-bits", "4", "--set", "tile=32"]), Path.read_bytes
-    ),
-    "compress --ratio": Command(partial(_compress, ["--ratio", "12"]), Path.read_bytes),
-    "compress --ratio --calibration": Command(partial(_calibrated, ["--ratio", "12"]), Path.read_bytes),
-    "compress --max-loss": Command(partial(_calibrated, ["--max-loss", "0.01"]), Path.read_bytes),
-    "finetune": Command(_finetune, Path.read_bytes),
-    "compare": Command(
-        partial(_compare, "wide", "tests.commands.test_compress_budget:wide_net", "4,8"), _point
-    ),
-    "compare a small net": Command(partial(_compare, "small", "tests.tune.small_net:build", "1.9"), _point),
-}
-
-
-ALL = [name for name in COMMANDS if name != "compare a small net"]  # which is "compare", for a short run
-
-
-def started(arguments: list[str], log: Path) -> int:
+def started(arguments: list[str], folder: Path) -> int:
     """A child that leads a group of its own and runs a command line; its process number."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number for number, _ in ENDINGS])
     child = os.fork()
     if child:
+        os.setpgid(child, child)  # here too: whichever comes first
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return child
     status = 1
     try:
-        os.setsid()
-        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.setpgid(0, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.environ["TMPDIR"] = tempfile.tempdir = str(temporary_of(folder))
+        handle = os.open(log_of(folder), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
         exit_on_sigterm()
@@ -168,6 +95,7 @@ def started(arguments: list[str], log: Path) -> int:
     except BaseException:
         traceback.print_exc()
     finally:
+        atexit._run_exitfuncs()  # as an interpreter would that ends by itself
         sys.stderr.flush()
         os._exit(status)
 
@@ -198,23 +126,28 @@ def _wait_for_group(group: int) -> None:
         time.sleep(0.002)
 
 
-def finals(folder: Path) -> dict[str, Path]:
-    """Files under names of their own: not hidden, not parts, not a run's state."""
+def finals(folder: Path, kept: tuple[str, ...] = ()) -> dict[str, Path]:
+    """Files under names of their own: not hidden, not parts, not a run's state, which may have the names `kept`."""
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     hidden = [path for path in found if any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    state = [path for path in found if path.suffix in (".part", ".checkpoint", ".log")]
+    state = [path for path in found if path.suffix in (".part", ".checkpoint", ".log") or path.name in kept]
     return {str(path.relative_to(folder)): path for path in found if path not in (*hidden, *state)}
+
+
+def hidden(folder: Path) -> set[Path]:
+    """What a command that has ended leaves only if it was killed: hidden, or in the temporary folder."""
+    return {*folder.glob(".*"), *temporary_of(folder).iterdir()}
 
 
 def expected_of(command: Command, given: Path, folder: Path, count: Count) -> dict[str, bytes]:
     """What an undisturbed run makes, and how long it takes once files are warm; two must agree."""
     made = []
-    log = folder.with_suffix(".log")
     for each in (folder, folder.with_name(f"{folder.name}-again")):
         each.mkdir()
+        temporary_of(each).mkdir()
         begun = time.perf_counter()
-        if ended(started(command.arguments(given, each), log), PATIENCE_S) != 0:
-            raise SystemExit(f"undisturbed it fails already: {log.read_text()[-2000:]}")
+        if ended(started(command.arguments(given, each), each), PATIENCE_S) != 0:
+            raise SystemExit(f"undisturbed it fails already: {log_of(each).read_text()[-2000:]}")
         count.whole_s = round(time.perf_counter() - begun, 2)
         made.append({name: command.content(path) for name, path in finals(each).items()})
     assert made[0] == made[1], "a run is not the same twice"
@@ -233,43 +166,44 @@ def disturbed(
 ) -> None:
     """One run, killed and started again until it ends by itself, or has been killed `in_a_row` times."""
     folder.mkdir()
-    log = folder.with_suffix(".log")
+    temporary_of(folder).mkdir()
     count.runs += 1
     for row in range(in_a_row + 1):
-        done = set(finals(folder)) == set(expected)  # a run that has ended would only begin anew
-        within = PATIENCE_S if done or row == in_a_row else draw.uniform(0.02, 1.1 * count.whole_s)
-        ending, before = draw.choice(ENDINGS), set(folder.glob(".*"))
-        code = ended(started(command.arguments(given, folder), log), within, ending)
+        # A run that has ended would only begin anew.
+        done = expected and set(finals(folder, command.kept)) == set(expected)
+        if done and command.kept and not any((folder / name).exists() for name in command.kept):
+            break  # begun anew, it would refuse to write what is there
+        within = PATIENCE_S if done or row == in_a_row else draw.uniform(0, 1.1 * count.whole_s)
+        ending, before = draw.choice(ENDINGS), hidden(folder)
+        code = ended(started(command.arguments(given, folder), folder), within, ending)
         if code is None:
             count.kills += 1
             if ending[0] != signal.SIGKILL:
-                left = sorted(path.name for path in set(folder.glob(".*")) - before)
+                left = sorted(path.name for path in hidden(folder) - before if path.name not in command.kept)
                 count.violations += [f"{name}: {ending[0].name} leaves {left}"] if left else []
             count.violations += [
                 f"{name}: {problem}" for problem in _problems(command, folder, expected, count)
             ]
             continue
         if code != 0:
-            count.violations.append(f"{name}: started again it fails: {log.read_text()[-1500:]}")
+            count.violations.append(f"{name}: started again it fails: {log_of(folder).read_text()[-1500:]}")
         break
     found = {each: command.content(path) for each, path in finals(folder).items()}
     if found != expected:
         differ = sorted(each for each in {*found, *expected} if found.get(each) != expected.get(each))
         count.violations.append(f"{name}: ends with other files {differ}")
-    litter = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-    litter = sorted(set(litter) - set(expected))
+    litter = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - set(expected)
+    litter |= {path.name for path in hidden(folder)}
     if litter:
-        count.violations.append(f"{name}: leaves {litter}")
+        count.violations.append(f"{name}: leaves {sorted(litter)}")
 
 
 def _problems(command: Command, folder: Path, expected: dict[str, bytes], count: Count) -> list[str]:
     """What stands under a final name and is not whole, or not what it should be."""
     problems = []
-    for name, path in finals(folder).items():
+    for name, path in finals(folder, command.kept).items():
         count.final_files_seen += 1
         try:
-            if path.suffix == ".safetensors":
-                Reader(path)
             if command.content(path) != expected[name]:
                 problems.append(f"{name} is another file than it should be")
         except Exception as error:
@@ -277,31 +211,44 @@ def _problems(command: Command, folder: Path, expected: dict[str, bytes], count:
     return problems
 
 
-def _import_for_children() -> None:
+def _import_for_children(names: list[str]) -> None:
     """What a command imports on its way, once here and not in each child."""
     torch.optim.Adam([torch.zeros(1)])
     assert accelerate.__version__
     assert matplotlib.__version__
-    for name in ("compress", "finetune", "compare"):
+    for name in {arguments.split()[0] for arguments in names}:
         command_line(name)
+
+
+def kill_command(
+    name: str, given: Path, place: Path, kills: float, draw: random.Random, count: Count, in_a_row: int
+) -> None:
+    command = COMMANDS[name]
+    if command.prepare is not None:
+        command.prepare(given)
+    expected = expected_of(command, given, place / name, count)
+    while count.kills < kills:
+        disturbed(name, command, given, place / f"{name}{count.runs}", expected, draw, count, in_a_row)
+        shutil.rmtree(place / f"{name}{count.runs - 1}")
+    print(f"{name}: {count}", file=sys.stderr, flush=True)
 
 
 def run(kills: int, seed: int, commands: list[str], in_a_row: int = MOST_IN_A_ROW) -> dict[str, Any]:
     """At least `kills` kills, the same number for each command."""
     torch.set_num_threads(1)  # a forked child has no other threads
-    _import_for_children()
+    _import_for_children(commands)
+    demo_module.run_demo = partial(run_demo, ratios=(8,), images=16, epochs=1)
     engines.ENGINES["local"] = partial(Local, start="fork")
     draw = random.Random(seed)
     counts = {name: Count() for name in commands}
-    with tempfile.TemporaryDirectory(prefix="factorpack-kills-") as place:
-        given = Path(place) / "given"
+    place = Path(tempfile.mkdtemp(prefix="factorpack-kills-"))  # which no child removes when it ends
+    try:
+        given = place / "given"
         inputs(given)
         for name, count in counts.items():
-            command = COMMANDS[name]
-            expected = expected_of(command, given, Path(place) / name, count)
-            while count.kills * len(commands) < kills:
-                folder = Path(place) / f"{name}{count.runs}"
-                disturbed(name, command, given, folder, expected, draw, count, in_a_row)
+            kill_command(name, given, place, kills / len(commands), draw, count, in_a_row)
+    finally:
+        shutil.rmtree(place)
     return {name: vars(count) for name, count in counts.items()}
 
 

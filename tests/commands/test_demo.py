@@ -12,6 +12,7 @@ import pytest
 
 import factorpack as fp
 from factorpack.commands.demo import NO_FIGURE, Demo, _document, _draw, _show, demo, run_demo
+from factorpack.digits import net
 
 RATIOS = (8, 40)
 
@@ -37,6 +38,22 @@ def test_every_point_is_a_file_within_its_budget(done: Demo) -> None:
         assert 0 <= row["test_accuracy"] <= 1
     left = {path.name for path in done.folder.iterdir()}
     assert left - {"demo.png"} == {"digits.pt", *(row["file"] for row in written)}
+
+
+def test_a_demo_that_is_stopped_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sklearn", reason="the digits need the demo extra")
+    scratch = tmp_path / ".demo.0123abcd.tmp"  # of one that was killed
+    scratch.mkdir()
+
+    def interrupted(_model: object, _ratios: object, folder: Path, **_settings: object) -> None:
+        (Path(folder) / "planned-8.packed.safetensors").write_bytes(b"whole")
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(demo.__globals__, "train_net", lambda *_given, **_settings: net())
+    monkeypatch.setitem(demo.__globals__, "compare", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(tmp_path, progress=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_figure_is_drawn(done: Demo) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -193,12 +194,28 @@ def test_the_table_has_a_row_a_point() -> None:
 
 
 def test_the_figure_is_a_image_twice(tmp_path: Path) -> None:
+    (tmp_path / "again").mkdir()
     figure = pareto(POINTS, 0.71)
     (axes,) = figure.axes
     assert {line.get_label() for line in axes.get_lines()} >= {"planned to a budget", "VQ"}
     written = save_figure(figure, tmp_path / "compare.png")
     assert [path.suffix for path in written] == [".png", ".svg"]
     assert all(path.stat().st_size > 1000 for path in written)
+    again = save_figure(pareto(POINTS, 0.71), tmp_path / "again" / "compare.png")
+    assert [path.read_bytes() for path in again] == [path.read_bytes() for path in written]
+
+
+def test_a_figure_that_is_not_finished_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pareto(POINTS, 0.71)
+
+    def interrupted(file: Any, **_settings: object) -> None:
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(figure, "savefig", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_figure(figure, tmp_path / "compare.png")
+    assert not list(tmp_path.iterdir())
 
 
 def test_points_are_written_whole(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def finished(draw: st.DrawFn, row: TensorRow) -> TensorRow:
 def schemata(draw: st.DrawFn) -> Schema:
     names = draw(st.lists(NAMES, unique=True, max_size=5))
     kinds = (keep_rows, constant_rows, scalar_rows, level_rows, factor_rows, spatial_rows)
-    rows = tuple(draw(st.one_of([rows(name) for rows in kinds])) for name in names)
+    rows = {name: draw(st.one_of([rows(name) for rows in kinds])) for name in names}
     aliases = (
         draw(st.dictionaries(NAMES.filter(lambda name: name not in names), st.sampled_from(names)))
         if names
@@ -166,19 +166,22 @@ def test_parse_inverts_dump(schema: Schema):
     text = dump(schema)
     found = parse(text)
     assert found == schema
-    assert [list(row.parts) for row in found.tensors] == [list(row.parts) for row in schema.tensors]
+    assert list(found.tensors) == list(schema.tensors)
+    assert [list(row.parts) for row in found.tensors.values()] == [
+        list(row.parts) for row in schema.tensors.values()
+    ]
     assert dump(found) == text
 
 
 @given(schemata())
 def test_what_can_be_read_may_be_written(schema: Schema):
-    for row in schema.tensors:
+    for row in schema.tensors.values():
         schemas.check_row(row)
 
 
 def test_the_text_is_the_documented_one():
     row = TensorRow("w", "keep", "float32", (2,), {"values": raw_part((2,), torch.float16)}, 7, note="é")
-    envelope = json.loads(dump(Schema((row,), {"v": "w"})))
+    envelope = json.loads(dump(Schema({"w": row}, {"v": "w"})))
     assert list(envelope) == ["version", "crc", "schema"]
     packed = base64.b64decode(envelope["schema"])
     assert (envelope["version"], envelope["crc"]) == (1, zlib.crc32(packed))
@@ -212,13 +215,13 @@ def test_a_codebook_larger_than_its_weight_counts():
 @pytest.mark.parametrize("spare", [-1, 0])
 def test_a_schema_of_the_largest_size_can_be_read(spare: int, monkeypatch: pytest.MonkeyPatch):
     row = TensorRow("w", "keep", dtype_name(torch.bool), (), {"values": raw_part((), torch.bool)}, 0)
-    size = len(zlib.decompress(base64.b64decode(json.loads(dump(Schema((row,), {})))["schema"])))
-    text = dump(Schema((row,), {}))
+    size = len(zlib.decompress(base64.b64decode(json.loads(dump(Schema({"w": row}, {})))["schema"])))
+    text = dump(Schema({"w": row}, {}))
     monkeypatch.setattr(schemas, "MAX_JSON_BYTES", size + spare)
     if spare < 0:
         with pytest.raises(FormatError, match=f"a schema of {size} bytes, allowed are {size - 1}"):
-            dump(Schema((row,), {}))
+            dump(Schema({"w": row}, {}))
         with pytest.raises(FormatError, match=f"longer than {size - 1} bytes"):
             parse(text)
     else:
-        assert parse(dump(Schema((row,), {}))).tensors == (row,)
+        assert parse(dump(Schema({"w": row}, {}))).tensors == {"w": row}

@@ -211,9 +211,10 @@ class TestChangedWhileOpen:
 
     @pytest.mark.parametrize("name", ["small", "large"])
     def test_overwritten(self, path: Path, opened: fp.Packed, name: str) -> None:
-        starts = opened._reader._starts  # type: ignore[union-attr]
+        reader = opened._reader
+        assert reader is not None
         with path.open("r+b") as file:
-            file.seek(starts[name] + 7)
+            file.seek(reader._starts[reader.rows.number(name)] + 7)
             file.write(b"\xff")
         with pytest.raises(FormatError, match=f"tensor '{name}': the checksum does not match"):
             opened.state_dict()

@@ -353,7 +353,7 @@ NAMES: Cases = {
     "aliases in a ring": (aliases(a="b", b="a"), None, "alias 'a' of 'b'"),
     "alias of an alias": (aliases(a="mask", b="a"), None, "alias 'b' of 'a'"),
     "alias over a tensor": (aliases(mask="steps"), None, "alias 'mask' of 'steps'"),
-    "alias of a list": (aliases(tied=["mask"]), None, "alias 'tied' of ['mask']"),
+    "alias of a list": (aliases(tied=["mask"]), None, "a table or a list besides those of the tensors"),
     "alias of null": (aliases(tied=None), None, "alias 'tied' of None"),
     "alias over the shared entry": (
         aliases(**{"factorpack.small": "mask"}),

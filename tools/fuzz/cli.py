@@ -22,7 +22,6 @@ from typing import get_args, get_type_hints
 
 import torch
 import typer
-from PIL import Image
 from safetensors.torch import save_file
 
 import factorpack as fp
@@ -90,6 +89,8 @@ TEXTS = ("", "-", "none", "auto", "resnet", "0", "-1", "1e9", "nan", "\x1b[31m",
 
 def pristine(folder: Path) -> None:
     """The files that cases find: small, and of every kind the commands read."""
+    from PIL import Image  # the other fuzzers run where it is not installed
+
     state = {
         "conv1.weight": torch.linspace(-1, 1, 8 * 27).reshape(8, 3, 3, 3),
         "fc.weight": torch.linspace(-1, 1, 80).reshape(10, 8),

@@ -18,11 +18,16 @@ from pathlib import Path
 
 import torch
 
+from factorpack.engine import Local, Task
+from factorpack.engine.task import peak_bytes
+
 SPARE_BYTES, SHARE = 64 << 20, 4
 """A case may take this much memory, and this many times its size: that of its file and what the file declares."""
 WALL_BYTES = 4 << 30
 """An unchecked number breaks its case and not the machine."""
 VIOLATION = "violation"
+PIECE = 2_000
+"""Cases of a long run that are judged in one go, by one process."""
 
 Result = tuple[str, int]
 """What a case came to, and its size in bytes."""
@@ -62,7 +67,7 @@ class Outcome:
         """Judges one case. `name` is what repeats it."""
         self.cases += 1
         _reset_peak()
-        before, began = _peak_bytes(), time.process_time()
+        before, began = peak_bytes(), time.process_time()
         try:
             signal.setitimer(signal.ITIMER_REAL, 10 * target.seconds)
             result, size = work()
@@ -71,7 +76,7 @@ class Outcome:
             self.violations.append(f"{name}: {type(error).__name__}: {error} at {_place(error)}")
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        took, over = time.process_time() - began, _peak_bytes() - before - SPARE_BYTES - SHARE * size
+        took, over = time.process_time() - began, peak_bytes() - before - SPARE_BYTES - SHARE * size
         if took > self.slowest_s:
             self.slowest_s, self.slowest = took, name[:80]
         if target.is_measured:
@@ -80,6 +85,34 @@ class Outcome:
             result = VIOLATION
             self.violations.append(f"{name}: took {took:.1f} s, and {over} bytes more than its size allows")
         self.counts[result] += 1
+
+    def add(self, other: Outcome) -> None:
+        """Takes in what became of other cases; seconds are the caller's to count."""
+        self.cases += other.cases
+        self.counts += other.counts
+        self.violations += other.violations
+        if other.slowest_s > self.slowest_s:
+            self.slowest_s, self.slowest = other.slowest_s, other.slowest
+        known = [over for over in (self.most_bytes_over, other.most_bytes_over) if over is not None]
+        self.most_bytes_over = max(known, default=None)
+
+
+def fuzz_in_pieces(
+    target: Target, cases: int, seed: int, start: int = 0, workers: int = 1
+) -> Iterator[Outcome]:
+    """Judges `cases` cases in `workers` processes; after every piece, what became of all cases so far."""
+    total, began, end = Outcome(), time.perf_counter(), start + cases
+    size = PIECE if target.drive is None else max(cases, 1)  # what has no numbered cases cannot be cut
+    tasks = [
+        Task(f"cases from {first}", fuzz, (target, min(size, end - first), seed, first))
+        for first in range(start, end, size)
+    ]
+    here = (fuzz(*task.arguments) for task in tasks)
+    elsewhere = (done.value for done in Local(workers, retries=0).run(tasks))
+    for outcome in here if workers == 1 else elsewhere:
+        total.add(outcome)
+        total.seconds = time.perf_counter() - began
+        yield total
 
 
 def fuzz(target: Target, cases: int, seed: int, start: int = 0) -> Outcome:
@@ -128,13 +161,9 @@ def _place(error: Exception) -> str:
 
 
 def _reset_peak() -> None:
-    """From here on the peak counts anew, on Linux; elsewhere it only ever rises."""
+    """From here on the peak counts anew, on Linux; elsewhere there is none to read."""
     try:
         with open("/proc/self/clear_refs", "wb", buffering=0) as file:
             file.write(b"5")
     except OSError:
         pass
-
-
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
@@ -20,6 +19,7 @@ from factorpack.commands.options import Json
 from factorpack.comparison import PLANNED, Point, compare
 from factorpack.comparison.figure import pareto
 from factorpack.digits import EPOCHS, Split, accuracy, digits, train_net
+from factorpack.format.atomic import rename, scratch_folder
 
 RATIOS = (8, 11, 16, 32, 64)
 """Rounding has a file at the first three, of 4, 3 and 2 bits."""
@@ -73,9 +73,9 @@ def run_demo(
     train, test = digits()
     model = train_net(train, quiet=not progress, epochs=epochs)
     folder.mkdir(parents=True, exist_ok=True)
-    checkpoint = folder / CHECKPOINT
-    torch.save(model.state_dict(), checkpoint)
-    with TemporaryDirectory(dir=folder) as scratch:  # compare would resume from the points of an earlier demo
+    # Beside the files of an earlier demo: compare would resume from its points.
+    with scratch_folder(folder / "demo") as scratch:
+        torch.save(model.state_dict(), scratch / CHECKPOINT)
         points = compare(
             model,
             ratios,
@@ -85,12 +85,13 @@ def run_demo(
             evaluate=partial(_measure, test),
             progress=progress,
         )
-        for point in points:
-            if point.file is not None:
-                (Path(scratch) / point.file).replace(folder / point.file)
-    score = accuracy(model, test)
-    figure = _draw(points, score, folder / FIGURE)
-    return Demo(folder, images, len(test[1]), checkpoint.stat().st_size, score, points, figure)
+        score = accuracy(model, test)
+        drawn = _draw(points, score, scratch / FIGURE)
+        for name in (CHECKPOINT, *(point.file for point in points), drawn and FIGURE):
+            if name is not None:
+                rename(scratch / name, folder / name)
+    figure, size = drawn and folder / FIGURE, (folder / CHECKPOINT).stat().st_size
+    return Demo(folder, images, len(test[1]), size, score, points, figure)
 
 
 def _measure(test: Split, restored: nn.Module) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import Any
 from factorpack.comparison.baselines import BASELINES, PLANNED, title_of
 from factorpack.comparison.grid import Point
 from factorpack.errors import PlanError
+from factorpack.format.atomic import atomic_write
 
 INK = "#222222"
 # Distinct for most readers; the markers help where the colours do not.
@@ -60,9 +61,14 @@ def _draw(axes: Any, name: str, line: Sequence[tuple[float, float]], colour: str
 def save_figure(figure: Any, path: Path) -> list[Path]:
     """Saves a figure as PNG and SVG."""
     written = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
-    for target in written:
-        figure.savefig(target, dpi=150, bbox_inches="tight")
-    _pyplot().close(figure)
+    pyplot = _pyplot()
+    with pyplot.rc_context({"svg.hashsalt": path.stem}):  # which SVG would else draw at random
+        for target in written:
+            with atomic_write(target) as file:
+                kind = target.suffix.removeprefix(".")
+                stamp = {"Date": None} if kind == "svg" else {}
+                figure.savefig(file, format=kind, dpi=150, bbox_inches="tight", metadata=stamp)
+    pyplot.close(figure)
     return written
 
 

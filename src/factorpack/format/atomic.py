@@ -80,20 +80,32 @@ def _remove_abandoned(path: Path) -> None:
 
 
 @contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
-    """An empty sibling folder to fill, renamed to `path` once the block has succeeded, and otherwise removed.
+def scratch_folder(path: Path) -> Iterator[Path]:
+    """An empty folder beside `path`, removed when the block ends.
 
-    It is locked meanwhile, and one left from a killed writer is removed by the next writer.
+    It is locked meanwhile, and one left from a killed writer is removed by the next one.
     """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(f"{path} already exists: name another folder, or remove it")
     _remove_abandoned(path)
     sibling = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    sibling.mkdir()
-    handle = os.open(sibling, os.O_RDONLY) if hasattr(os, "O_DIRECTORY") else None
+    handle = None
     try:
+        sibling.mkdir()
+        handle = os.open(sibling, os.O_RDONLY) if hasattr(os, "O_DIRECTORY") else None
         if handle is not None:
             lock(handle)
+        yield sibling
+    finally:
+        shutil.rmtree(sibling, ignore_errors=True)
+        if handle is not None:
+            os.close(handle)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """An empty sibling folder to fill, renamed to `path` once the block has succeeded, and otherwise removed."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(f"{path} already exists: name another folder, or remove it")
+    with scratch_folder(path) as sibling:
         yield sibling
         for each in sibling.rglob("*"):
             if each.is_file():
@@ -103,10 +115,6 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             path.rmdir()  # empty: not every system renames onto a folder
         sibling.rename(path)
         _sync_folder(path.parent)
-    finally:
-        shutil.rmtree(sibling, ignore_errors=True)
-        if handle is not None:
-            os.close(handle)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -7,7 +7,9 @@ import os
 import shutil
 import tempfile
 import zlib
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -25,6 +27,7 @@ from factorpack.format.atomic import atomic_write
 from factorpack.format.encode_workers import EncodeCodes, encode_codes
 from factorpack.format.safetensors_file import SafetensorsFile
 from factorpack.format.schema import RESERVED, SMALL, PartRow, Schema, TensorRow
+from factorpack.format.stored_rows import StoredRows
 from factorpack.format.streams import decode_part, encode_part, raw_bytes, split_of, states_of
 from factorpack.format.untrusted_json import short, shown
 from factorpack.kinds import KINDS
@@ -96,15 +99,17 @@ def check_target(path: Path) -> None:
 def file_header(rows: Sequence[TensorRow], aliases: Mapping[str, str]) -> bytes:
     """What a packed file of these tensors begins with; their streams follow `sort_for_file`."""
     schemas.check_aliases({row.name for row in rows}, aliases)
-    metadata, file_bytes = schemas.dump_measured(Schema(tuple(rows), aliases))
-    entries = [(name, "U8", (size,), size) for name, size in _entry_sizes(rows).items()]
+    metadata, file_bytes = schemas.dump_measured(Schema({row.name: row for row in rows}, aliases))
+    large = {row.name: row.stored_bytes for row in rows if not _is_small(row.stored_bytes)}
     stream_bytes = sum(row.stored_bytes for row in rows)
+    sizes = _with_small(large, stream_bytes - sum(large.values()))
+    entries = [(name, "U8", (size,), size) for name, size in sizes.items()]
     return safetensors_header(entries, {METADATA_KEY: metadata}, file_bytes - stream_bytes)
 
 
 def sort_for_file(rows: Iterable[TensorRow]) -> list[TensorRow]:
     """Rows in file order: the large streams, then the small ones that share an entry."""
-    return sorted(rows, key=_is_small)
+    return sorted(rows, key=lambda row: _is_small(row.stored_bytes))
 
 
 class Writer:
@@ -147,7 +152,7 @@ class Writer:
     def put(self, row: TensorRow, stream: bytes) -> None:
         """Writes a tensor that is encoded already and whose name is taken."""
         self._rows.append(row)
-        if _is_small(row):
+        if _is_small(row.stored_bytes):
             self._small.append(stream)
         else:
             self._spool.write(stream)
@@ -190,24 +195,25 @@ class Reader(Mapping[str, Encoded]):
                 f"{self.path} is not a packed file: its metadata holds {short(sorted(self._file.metadata))}, "
                 f"expected {METADATA_KEY!r} alone"
             )
-        self.schema = schemas.parse(self._file.metadata[METADATA_KEY], self.file_bytes)
+        self.schema = schemas.parse(self._file.metadata.pop(METADATA_KEY), self.file_bytes)
         if max_bytes is not None and self.schema.declared_bytes > max_bytes:
             raise FormatError(
                 f"{self.path} declares {self.schema.declared_bytes} decoded bytes, allowed are {max_bytes}"
             )
-        self.rows = {row.name: row for row in self.schema.tensors}
-        self._starts = _stream_starts(self.schema.tensors, self._file)
-        for row in self.schema.tensors:
-            self._stream(row)
+        assert isinstance(self.schema.tensors, StoredRows)
+        self.rows = self.schema.tensors
+        self._starts = _stream_starts(self.rows, self._file)
+        for number in range(len(self.rows)):
+            self._stream(number)
 
     @property
     def header_bytes(self) -> int:
         """Bytes of the file that belong to no tensor's stream."""
-        return self.file_bytes - sum(row.stored_bytes for row in self.rows.values())
+        return self.file_bytes - sum(self.rows.stored_bytes)
 
     def __getitem__(self, name: str) -> Encoded:
         row = self.rows[name]
-        stream = self._stream(row)
+        stream = self._stream(self.rows.number(name))
         try:
             return _read_row(row, stream)
         except FormatError as error:
@@ -224,13 +230,14 @@ class Reader(Mapping[str, Encoded]):
 
     def stream(self, name: str) -> NDArray[np.uint8]:
         """A tensor's bytes as they are stored."""
-        return np.frombuffer(self._stream(self.rows[name]), np.uint8)
+        return np.frombuffer(self._stream(self.rows.number(name)), np.uint8)
 
-    def _stream(self, row: TensorRow) -> bytes:
+    def _stream(self, number: int) -> bytes:
         """A tensor's bytes as they are in the file now, with the checksum that they had when it was written."""
-        stream = self._file.read(self._starts[row.name], row.stored_bytes)
-        if zlib.crc32(stream) != row.crc:
-            raise FormatError(f"tensor {shown(row.name)}: the checksum does not match, the file is damaged")
+        stream = self._file.read(self._starts[number], self.rows.stored_bytes[number])
+        if zlib.crc32(stream) != self.rows.crcs[number]:
+            name = next(islice(self.rows, number, None))
+            raise FormatError(f"tensor {shown(name)}: the checksum does not match, the file is damaged")
         return stream
 
 
@@ -293,13 +300,14 @@ def _read_row(row: TensorRow, stream: bytes) -> Encoded:
     return encoded
 
 
-def _stream_starts(rows: Sequence[TensorRow], file: SafetensorsFile) -> dict[str, int]:
+def _stream_starts(rows: StoredRows, file: SafetensorsFile) -> array[int]:
     """Where in the file each tensor's stream begins; the entries must be those that the schema needs."""
-    expected = _entry_sizes(rows)
+    large = rows.large(SMALL_BYTES)
+    expected = _with_small(large, sum(rows.stored_bytes) - sum(large.values()))
     if set(file.entries) != set(expected):
         odd = sorted(set(file.entries) ^ set(expected))
         raise FormatError(f"schema and container disagree on the entries {odd[:3]}")
-    starts = {}
+    entries = {}
     for name, size in expected.items():
         found = file.entries[name]
         if found["dtype"] != "U8" or found["shape"] != [size]:
@@ -307,22 +315,22 @@ def _stream_starts(rows: Sequence[TensorRow], file: SafetensorsFile) -> dict[str
                 f"tensor {shown(name)}: the container holds {found['dtype']} {found['shape']}, "
                 f"the schema expects {size} bytes"
             )
-        starts[name] = file.first + found["data_offsets"][0]
-    small = starts.pop(SMALL, 0)
-    for row in filter(_is_small, rows):
-        starts[row.name], small = small, small + row.stored_bytes
+        entries[name] = file.first + found["data_offsets"][0]
+    place, starts = entries.pop(SMALL, 0), array("q")
+    first = iter(entries.values())
+    for size in rows.stored_bytes:
+        starts.append(place if _is_small(size) else next(first))
+        place += size if _is_small(size) else 0
     return starts
 
 
-def _is_small(row: TensorRow) -> bool:
-    return row.stored_bytes < SMALL_BYTES
+def _is_small(stored_bytes: int) -> bool:
+    return stored_bytes < SMALL_BYTES
 
 
-def _entry_sizes(rows: Sequence[TensorRow]) -> dict[str, int]:
+def _with_small(large: dict[str, int], small_bytes: int) -> dict[str, int]:
     """The container's entries in file order: the large streams, then one for all small ones."""
-    sizes = {row.name: row.stored_bytes for row in rows if not _is_small(row)}
-    small = sum(row.stored_bytes for row in rows if _is_small(row))
-    return {**sizes, SMALL: small} if small else sizes
+    return {**large, SMALL: small_bytes} if small_bytes else large
 
 
 def write_plain(

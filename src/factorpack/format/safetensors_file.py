@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from factorpack.errors import FormatError
-from factorpack.format.untrusted_json import parse_json, short
+from factorpack.format.untrusted_json import count_header, parse_counted, short
 
 METADATA = "__metadata__"
 _MOST_READ = 1 << 30
@@ -34,21 +34,27 @@ class SafetensorsFile:
             self._handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
             weakref.finalize(self, os.close, self._handle)
             self.bytes = os.fstat(self._handle).st_size
+            length = int.from_bytes(self.read(0, min(self.bytes, 8)), "little")
+            if 8 + length <= self.bytes:  # safetensors says what is wrong with another
+                _check_extent(self, length)
             with safe_open(path, framework="numpy"):
                 pass  # the offsets are sound
             if not os.path.samestat(os.fstat(self._handle), os.stat(path)):
                 raise FormatError(f"{path} was replaced while it was opened: open it again")
         except (SafetensorError, OSError) as error:
             raise FormatError(f"{path} is not a complete safetensors file: {error}") from error
-        length = int.from_bytes(self.read(0, 8), "little")
         # safetensors takes a name that appears twice, and uses the last.
-        header = parse_json(self.read(8, length), self.bytes)
+        header = parse_counted(self._header(length))
         if not isinstance(header, dict):
             raise FormatError(f"the header of {path} is {short(header)}, expected a table")
-        self.metadata: dict[str, Any] = header.pop(METADATA, None) or {}  # null is the same as none
-        self.entries: dict[str, Any] = header
+        self.metadata: dict[str, Any] = _named(header.pop(METADATA, None) or {})  # null is the same as none
+        self.entries: dict[str, Any] = _named(header)
         self.first = 8 + length
         """Where the entries begin; their offsets count from here."""
+
+    def _header(self, length: int) -> str:
+        """Its text. Bytes beyond ASCII stand for themselves: one character of four would widen all others."""
+        return self.read(8, length).rstrip(b" ").decode("ascii", "surrogateescape")
 
     def read(self, start: int, count: int) -> bytes:
         found = []
@@ -59,6 +65,24 @@ class SafetensorsFile:
             found.append(piece)
             start, count = start + len(piece), count - len(piece)
         return b"".join(found)
+
+
+def _check_extent(file: SafetensorsFile, length: int) -> None:
+    """Refuses a header that safetensors would take much memory to parse."""
+    try:
+        count_header(file.read(8, length), file.bytes)
+    except FormatError as error:
+        raise FormatError(
+            f"{file.path} is not a complete safetensors file of packed tensors: {error}"
+        ) from error
+
+
+def _named(table: dict[str, Any]) -> dict[str, Any]:
+    """The table with the names that are in the file, after `_header`."""
+    try:
+        return {key.encode(errors="surrogateescape").decode(): value for key, value in table.items()}
+    except UnicodeError as error:
+        raise FormatError(f"the metadata is not valid JSON: {error}") from error
 
 
 def _read_at(handle: int, start: int, count: int) -> bytes:

@@ -6,13 +6,15 @@ import base64
 import json
 import math
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from factorpack.decoding import check
 from factorpack.errors import FormatError
 from factorpack.format.bitpack import bit_string_bytes
+from factorpack.format.stored_rows import MAX_ROW_BYTES, StoredRows, cut_rows
 from factorpack.format.streams import ANS, CODECS, PACKED, RAW, TRELLIS, raw_size
 from factorpack.format.untrusted_json import (
     Extent,
@@ -20,7 +22,6 @@ from factorpack.format.untrusted_json import (
     least_file_bytes,
     most_text,
     most_values,
-    parse_counted,
     parse_json,
     short,
     shown,
@@ -90,7 +91,7 @@ class TensorRow:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    tensors: tuple[TensorRow, ...]
+    tensors: Mapping[str, TensorRow]
     aliases: Mapping[str, str]
 
     @property
@@ -99,14 +100,17 @@ class Schema:
 
         Where a tensor has a part with more elements than itself, these count in its place.
         """
-        sizes = {row.name: row.declared_bytes for row in self.tensors}
-        return sum(sizes.values()) + sum(sizes[target] for target in self.aliases.values())
+        own = sum(row.declared_bytes for row in self.tensors.values())
+        return own + sum(count * row.declared_bytes for row, count in self._aliased())
 
     @property
     def aliased_elements(self) -> int:
         """Elements that aliases add to the decoded tensors, as the expansion rule counts them."""
-        numels = {row.name: max(math.prod(row.shape), LEAST_ALIASED) for row in self.tensors}
-        return sum(numels[target] for target in self.aliases.values())
+        return sum(count * max(math.prod(row.shape), LEAST_ALIASED) for row, count in self._aliased())
+
+    def _aliased(self) -> Iterator[tuple[TensorRow, int]]:
+        """Every tensor that has aliases, and their number."""
+        return ((self.tensors[name], count) for name, count in Counter(self.aliases.values()).items())
 
 
 def largest_numel(shape: tuple[int, ...], parts: Iterable[PartSpec]) -> int:
@@ -122,10 +126,16 @@ def count_filler(numel: int, stored_bytes: int, operations: int = 0) -> int:
 
 def check_row(row: TensorRow) -> None:
     """Raises FormatError where `parse` would, so that every written file can be read."""
-    _checked_row(_row_to_json(row))
+    fields = _row_to_json(row)
+    _checked_row(fields)
+    size = len(_compact(fields))
+    if size > MAX_ROW_BYTES:
+        raise FormatError(
+            f"tensor {shown(row.name)}: a row of {size} bytes, allowed are {MAX_ROW_BYTES}: its name or note is long"
+        )
 
 
-def check_aliases(names: Collection[str], aliases: Mapping[str, object]) -> None:
+def check_aliases(names: Container[str], aliases: Mapping[str, object]) -> None:
     for alias, target in aliases.items():
         _name(alias)
         if alias in names or not isinstance(target, str) or target not in names:
@@ -149,8 +159,8 @@ def dump(schema: Schema) -> str:
 
 def dump_measured(schema: Schema) -> tuple[str, int]:
     """`dump`, and the bytes of the smallest file with which a reader accepts it."""
-    document = {"tensors": [_row_to_json(row) for row in schema.tensors], "aliases": dict(schema.aliases)}
-    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    document = {"tensors": [*map(_row_to_json, schema.tensors.values())], "aliases": dict(schema.aliases)}
+    text = _compact(document)
     if len(text) > MAX_JSON_BYTES:
         raise FormatError(f"a schema of {len(text)} bytes, allowed are {MAX_JSON_BYTES}")
     packed = zlib.compress(text, 9)
@@ -159,24 +169,29 @@ def dump_measured(schema: Schema) -> tuple[str, int]:
     return json.dumps(envelope, separators=(",", ":")), max(aliased, least_file_bytes(text))
 
 
+def _compact(document: object) -> bytes:
+    return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+
+
 def parse(metadata: str, file_bytes: int = 0) -> Schema:
     """The inverse of `dump`, for untrusted text from a file of this size; 0 allows what every file may have."""
+    if not metadata.isascii():
+        raise FormatError("the schema cannot be read: its envelope is not ASCII")
     envelope = _object(parse_json(metadata, file_bytes), "envelope", {"version", "crc", "schema"})
     if _integer(envelope["version"], "the file version") != VERSION:
         raise FormatError(f"file version {envelope['version']}, this reader knows version {VERSION}")
     crc = _integer(envelope["crc"], "the schema's checksum")
     most_bytes = min(MAX_JSON_BYTES, most_text(file_bytes))
-    text = inflate(envelope["schema"], crc, most_bytes, Extent(most_values(file_bytes)))
-    document = _object(parse_counted(text), "schema", {"tensors", "aliases"})
+    pieces = inflate(envelope.pop("schema"), crc, most_bytes)
+    del metadata  # it and the envelope are as long as the file
+    cut = cut_rows(pieces, Extent(most_values(file_bytes)), file_bytes)
+    document = _object(cut.rest, "schema", {"tensors", "aliases"})
     if not isinstance(document["tensors"], list) or not isinstance(document["aliases"], dict):
         raise FormatError("the schema's tensors are not a list, or its aliases not a table")
-    rows = tuple(_checked_row(item) for item in document["tensors"])
-    names: set[str] = set()
-    for row in rows:
-        if row.name in names:
-            raise FormatError(f"tensor {shown(row.name)} appears twice in the schema")
-        names.add(row.name)
-    check_aliases(names, document["aliases"])
+    for item in document["tensors"]:  # what is no table was not cut
+        _checked_row(item)
+    rows = StoredRows(cut, _checked_row)
+    check_aliases(rows, document["aliases"])
     schema = Schema(rows, document["aliases"])
     check_expansion(schema, file_bytes)
     return schema
@@ -293,7 +308,9 @@ def _part(value: object) -> PartRow:
 
 def _is_text(value: object) -> bool:
     """Whether a value is a string that can be written: JSON can hold half a surrogate pair."""
-    return isinstance(value, str) and value.encode(errors="replace").decode() == value
+    if not isinstance(value, str):
+        return False
+    return value.isascii() or value.encode(errors="replace").decode() == value
 
 
 def _name(value: object) -> None:
@@ -318,6 +335,6 @@ def _shape(value: object) -> tuple[int, ...]:
         raise FormatError(f"a shape is {short(value)}, expected at most {MAX_DIMENSIONS} whole numbers")
     shape = tuple(_integer(size, "a dimension") for size in value)
     # The other dimensions of an empty tensor count too: torch multiplies them into strides.
-    if math.prod(max(size, 1) for size in shape) > _MAX_INT:
+    if math.prod(filter(None, shape)) > _MAX_INT:
         raise FormatError(f"a shape of {shape} has more than 2^48 elements")
     return shape
