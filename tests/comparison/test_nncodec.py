@@ -143,7 +143,7 @@ def test_a_comparison_holds_its_own_files_and_version(fake: Fake, tmp_path: Path
     before = len(fake.asked)
     assert compare(net(), [1.2, 1.5], tmp_path, methods=["nncodec"], progress=False) == points[:2]
     assert len(fake.asked) == before
-    assert markdown(points).count("| NNCodec") == 3
+    assert markdown(points).count("| NNCodec 9.8.7 |") == 3
 
 
 @pytest.mark.usefixtures("fake")

@@ -39,7 +39,7 @@ def test_an_unknown_method_lists_the_known_ones(name: object) -> None:
 
 
 def test_the_old_name_of_a_method_says_the_new_one() -> None:
-    with pytest.raises(PlanError, match="unknown method 'nncodec', .*; nncodec is called rdoq now"):
+    with pytest.raises(PlanError, match=r"unknown method 'nncodec', .*; nncodec is called rdoq now"):
         from_fields(METHODS, {"method": "nncodec"})
 
 

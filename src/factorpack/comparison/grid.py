@@ -182,7 +182,7 @@ class Grid:
         peer = self._peers[name]
         qp = peer.sizes.best_within(budget_bytes(self._source, ratio))
         if qp is None:
-            return self._write_smallest(name, ratio, peer.sizes.smallest())
+            return self._write_smallest(name, ratio, peer.sizes.smallest(), peer.version())
         started = time.perf_counter()
         stream = peer.encode(qp)
         seconds = time.perf_counter() - started
@@ -211,9 +211,10 @@ class Grid:
     def _measure(self, net: nn.Module) -> Mapping[str, float]:
         return {} if self.evaluate is None else self.evaluate(net)
 
-    def _write_smallest(self, name: str, ratio: float, least_bytes: int) -> Point:
+    def _write_smallest(self, name: str, ratio: float, least_bytes: int, version: str = "") -> Point:
         least = original_bytes(self._source) / least_bytes
-        return self._write_point(Point(name, ratio, f"{least:.1f}x is the smallest it makes"))
+        point = Point(name, ratio, f"{least:.1f}x is the smallest it makes", version=version)
+        return self._write_point(point)
 
     def _finetune(self, packed: Packed, start: nn.Module, target: float) -> dict[str, Any]:
         if self.train is None:
