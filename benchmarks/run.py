@@ -44,6 +44,8 @@ STUDIES = {
     "scale": "benchmarks.studies.scale",
     "need": "benchmarks.studies.need",
     "recipes": "benchmarks.studies.recipes",
+    "weights_alone": "benchmarks.studies.weights_alone",
+    "peers": "benchmarks.studies.peers",
 }
 """Study -> the module whose `run(**case)` returns its result."""
 

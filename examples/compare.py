@@ -8,7 +8,7 @@ from torch import nn
 import factorpack as fp
 from factorpack.digits import accuracy, digits, train_net
 
-METHODS = ["planned", "second_order", "nncodec", "svd", "scalar"]
+METHODS = ["planned", "second_order", "rdoq", "svd", "scalar"]
 
 
 def main(folder: Path) -> None:

@@ -186,7 +186,7 @@ METHODS: dict[str, tuple[dict[str, Any], ...]] = {
     "ttq": ({}, {"threshold": 0.3, "channels": True}),
     "abcnet": ({"bases": 4, "channels": True},),
     "prune": ({"sparsity": 0.6, "bits": 3},),
-    "nncodec": ({"step": 0.3}, {"qp": -20}),
+    "rdoq": ({"step": 0.3}, {"qp": -20}),
     "svd": ({"rank": 4}, {"share": 0.5, "bits": 16}),
     "spatial_svd": ({"rank": 4},),
 }

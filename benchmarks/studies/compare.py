@@ -27,7 +27,6 @@ from benchmarks.training import Augmented, Case, cifar_net, device, run_parallel
 from factorpack.budget.planner import Planner
 from factorpack.comparison import Grid, Point
 from factorpack.comparison.baselines import select_methods
-from factorpack.comparison.figure import title_of
 from factorpack.tune.schedule import Schedule
 
 BATCH = 50
@@ -140,13 +139,11 @@ def tabulate_seconds() -> str:
 
 
 def _rows(points: list[Point], cell: Callable[[Point], str]) -> list[list[str]]:
-    names = dict.fromkeys(point.method for point in points)
-    return [[_title(name), *(cell(point) for point in points if point.method == name)] for name in names]
-
-
-def _title(name: str) -> str:
-    title = title_of(name)
-    return f"**{title}**" if name == "planned" else title
+    titles = {point.method: point.title for point in points}
+    titles["planned"] = f"**{titles['planned']}**"
+    return [
+        [title, *(cell(point) for point in points if point.method == name)] for name, title in titles.items()
+    ]
 
 
 TABLES = {

@@ -14,7 +14,7 @@ from benchmarks.data import imagenet_train, imagenet_val, normalized, pretrained
 from benchmarks.formatting import describe_schedule, format_source, format_table, load_result, qspca_cells
 from benchmarks.measure import fidelity, predictions, reloaded
 from benchmarks.training import Augmented, case_of, device, run_parallel
-from factorpack.comparison.figure import title_of
+from factorpack.comparison.baselines import title_of
 from factorpack.comparison.grid import weight_error
 from factorpack.comparison.permute import permute_model
 from factorpack.methods import METHODS, from_fields

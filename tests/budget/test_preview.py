@@ -47,7 +47,7 @@ METHODS_TRIED: list[Method] = [
     fp.QSPCA(256, 3, sparsity=0.3),
     fp.QSPCA(64, 4, tile=64, latent_scales="column"),
     fp.Scalar(4),
-    fp.methods.NNCodec(step=0.3),
+    fp.methods.RDOQ(step=0.3),
     fp.SecondOrder(bits=4),
     fp.methods.LSQ(3),
     fp.methods.Prune(),

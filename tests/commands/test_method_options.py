@@ -76,7 +76,7 @@ CHOSEN: dict[str, tuple[dict[str, Any], ...]] = {
     "ttq": ({"threshold": 0.2, "channels": True},),
     "abcnet": ({"bases": 4, "channels": True},),
     "prune": ({"sparsity": 0.5, "bits": 4},),
-    "nncodec": ({"step": 0.3, "price": 0.05}, {"qp": -20}),
+    "rdoq": ({"step": 0.3, "price": 0.05}, {"qp": -20}),
     "svd": ({"rank": 4, "bits": 6}, {"share": 0.5, "bits": 6}),
     "spatial_svd": ({"rank": 4, "bits": 6}, {"share": 0.5, "bits": 6}),
 }
@@ -150,8 +150,8 @@ def test_a_solver_and_the_data_it_needs(tmp_path: Path) -> None:
 
 
 def test_a_plan_takes_the_same_settings(checkpoint: Path) -> None:
-    said = json.loads(ok("plan", checkpoint, "--method", "nncodec", "--set", "qp=-20", "--json"))
-    assert said["file_bytes"] == fp.plan(checkpoint, METHODS["nncodec"](qp=-20)).file_bytes
+    said = json.loads(ok("plan", checkpoint, "--method", "rdoq", "--set", "qp=-20", "--json"))
+    assert said["file_bytes"] == fp.plan(checkpoint, METHODS["rdoq"](qp=-20)).file_bytes
 
 
 def test_shorthands_are_settings(checkpoint: Path, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ WRONG = {
     ("--set", "rank=3", "--rank", 4): "the setting 'rank' is given twice",
     ("--set", "rank=3", "--set", "rank=4"): "the setting 'rank' is given twice",
     ("--method", "gzip", "--set", "level=3"): "unknown method 'gzip', known are qspca, scalar",
-    ("--method", "nncodec"): "step",
+    ("--method", "rdoq"): "step",
     ("--ratio", 9, "--set", "rank=3"): "a budget chooses methods and settings itself",
     ("--recipe", "resnet", "--set", "rank=3"): "a recipe states methods and settings itself",
 }

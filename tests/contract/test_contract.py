@@ -30,13 +30,13 @@ from factorpack.methods import (
     METHODS,
     PQF,
     QSPCA,
+    RDOQ,
     SVD,
     TTQ,
     VQ,
     ABCNet,
     Keep,
     Method,
-    NNCodec,
     Prune,
     Scalar,
     SecondOrder,
@@ -73,7 +73,7 @@ SETTINGS: dict[str, tuple[Method, ...]] = {
     "ttq": (TTQ(), TTQ(0.3, channels=True)),
     "abcnet": (ABCNet(1), ABCNet(4, channels=True)),
     "prune": (Prune(), Prune(0.3, 3)),
-    "nncodec": (NNCodec(0.3), NNCodec(qp=-9, price=0.0)),
+    "rdoq": (RDOQ(0.3), RDOQ(qp=-9, price=0.0)),
     "svd": (SVD(rank=4), SVD(share=0.5, bits=16)),
     "spatial_svd": (SpatialSVD(rank=4), SpatialSVD(share=0.5, bits=16)),
 }
@@ -91,7 +91,7 @@ LADDERS: dict[str, tuple[Method, ...]] = {
     "ttq": (TTQ(),),
     "abcnet": tuple(ABCNet(bases) for bases in (1, 3, 5)),
     "prune": tuple(Prune(0.5, bits) for bits in range(2, 9)),
-    "nncodec": tuple(NNCodec(2.0**-power) for power in range(7)),
+    "rdoq": tuple(RDOQ(2.0**-power) for power in range(7)),
     "svd": tuple(SVD(rank=4, bits=bits) for bits in (2, 4, 8, 16)),
     "spatial_svd": tuple(SpatialSVD(rank=4, bits=bits) for bits in (2, 4, 8, 16)),
 }
@@ -252,7 +252,7 @@ def in_unit(method: Method, unit: float) -> Method:
     """A step is in the weights' own unit, and so is a quantization parameter, four of which are an octave."""
     if isinstance(method, SecondOrder) and method.step is not None:
         return dataclasses.replace(method, step=method.step * unit)
-    if isinstance(method, NNCodec) and method.qp is not None:
+    if isinstance(method, RDOQ) and method.qp is not None:
         return dataclasses.replace(method, qp=method.qp + round(4 * math.log2(unit)))
     return method
 

@@ -38,6 +38,11 @@ def test_an_unknown_method_lists_the_known_ones(name: object) -> None:
         from_fields(METHODS, {"method": name})
 
 
+def test_the_old_name_of_a_method_says_the_new_one() -> None:
+    with pytest.raises(PlanError, match=r"unknown method 'nncodec', .*; nncodec is called rdoq now"):
+        from_fields(METHODS, {"method": "nncodec"})
+
+
 def test_no_method_at_all() -> None:
     with pytest.raises(PlanError, match="unknown method None"):
         from_fields(METHODS, {"rank": 3})
@@ -81,7 +86,7 @@ def test_methods_are_frozen_and_know_their_name(name: str, cls: type[Method]) ->
     needed: dict[str, dict[str, Any]] = {
         "qspca": {"rank": 4, "latent_bits": 4},
         "second_order": {"bits": 4},
-        "nncodec": {"step": 0.5},
+        "rdoq": {"step": 0.5},
         "svd": {"rank": 4},
         "spatial_svd": {"rank": 4},
     }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from factorpack.errors import PlanError
-from factorpack.methods import AQ, BGD, LSQ, PQF, QSPCA, TTQ, VQ, ABCNet, Keep, Method, NNCodec, Prune, Scalar
+from factorpack.methods import AQ, BGD, LSQ, PQF, QSPCA, RDOQ, TTQ, VQ, ABCNet, Keep, Method, Prune, Scalar
 from factorpack.planning.rules import (
     CLASSIFIER,
     DEPTHWISE,
@@ -81,7 +81,7 @@ def test_methods_that_keep_both_ends(method: Method) -> None:
     assert plan["layer1.conv.weight"] == plan["layer2.conv.weight"] == Choice(method)
 
 
-@pytest.mark.parametrize("method", [Scalar(3), Keep("float16"), LSQ(3), Prune(), NNCodec(0.5)])
+@pytest.mark.parametrize("method", [Scalar(3), Keep("float16"), LSQ(3), Prune(), RDOQ(0.5)])
 def test_methods_that_suit_anything_get_every_weight(method: Method) -> None:
     plan = choices(Rules(method))
     assert [choice.method for name, choice in plan.items() if len(CONVNET.entries[name].shape) > 1] == [

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import factorpack as fp
 from factorpack.format.streams import encode_part
-from factorpack.methods import LSQ, SVD, TTQ, ABCNet, Method, NNCodec, Prune, SpatialSVD
+from factorpack.methods import LSQ, RDOQ, SVD, TTQ, ABCNet, Method, Prune, SpatialSVD
 from tests.helpers import assert_same_encoded
 from tests.tune.small_net import loader, perceptron, points
 
@@ -21,7 +21,7 @@ METHODS: dict[str, Method] = {
     "ttq": TTQ(0.3),
     "abcnet": ABCNet(3, channels=True),
     "prune": Prune(0.5, 4),
-    "nncodec": NNCodec(0.7),
+    "rdoq": RDOQ(0.7),
     "svd": SVD(rank=4),
     "svd, wide": SVD(rank=4, bits=16),
     "spatial_svd": SpatialSVD(rank=4),

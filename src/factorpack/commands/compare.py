@@ -14,9 +14,9 @@ from rich.table import Table
 from factorpack.commands.console import print_json, print_line, print_table
 from factorpack.commands.engines import engine_of
 from factorpack.commands.options import BatchSize, EngineName, ImageSize, Json, Model, Samples, Workers
-from factorpack.comparison.baselines import BASELINES, PLANNED, title_of
+from factorpack.comparison.baselines import BASELINES, PEERS, PLANNED
 from factorpack.comparison.figure import pareto, save_figure
-from factorpack.comparison.grid import Point
+from factorpack.comparison.point import Point
 from factorpack.comparison.request import Request
 from factorpack.errors import PlanError
 from factorpack.format.atomic import atomic_write
@@ -34,7 +34,11 @@ def compare(
         typer.Option("--output", "-o", help="A folder for the files, the points, the table and the figure."),
     ] = Path("comparison"),
     methods: Annotated[
-        str, typer.Option(help=f"'all', or some of {PLANNED}, {', '.join(BASELINES)}, separated by commas.")
+        str,
+        typer.Option(
+            help=f"'all', or some of {PLANNED}, {', '.join(BASELINES)}, separated by commas; "
+            f"and {', '.join(PEERS)}, which 'all' leaves out: it needs factorpack[nncodec]."
+        ),
     ] = "all",
     ratios: Annotated[
         str, typer.Option(help="Times smaller than FP32, separated by commas.")
@@ -110,7 +114,7 @@ def rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
     """The table of a comparison, one row per point."""
     return [
         (
-            title_of(point.method),
+            point.title,
             f"{point.asked_ratio:g}",
             *(
                 (f"{point.file_ratio:.2f}", f"{point.file_bytes:,}", f"{point.weight_error:.4f}")

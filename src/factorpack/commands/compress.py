@@ -104,7 +104,7 @@ def compress(
 
         factorpack compress model.pt -o small.safetensors --rank 128 --latent-bits 3 --set tile=128
 
-        factorpack compress model.pt -o small.safetensors --method nncodec --set qp=-20
+        factorpack compress model.pt -o small.safetensors --method rdoq --set qp=-20
 
         factorpack compress folder/ -o small.safetensors --method scalar --bits 4 --exclude 'lm_head.*'
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from factorpack.errors import PlanError
 from factorpack.methods import METHODS, Method, from_fields
+from factorpack.methods.method import unknown_method
 from factorpack.planning.families import DEFAULT_METHOD
 
 NONE = "none"
@@ -98,7 +99,7 @@ class MethodOptions:
             return None
         name = self.name or DEFAULT_METHOD.name
         if name not in METHODS:
-            raise PlanError(f"unknown method {name!r}, known are {', '.join(METHODS)}")
+            raise PlanError(unknown_method(name, METHODS))
         settings = self._settings(name)
         if name == DEFAULT_METHOD.name:
             rank = min(DEFAULT_METHOD.rank, settings.get("tile", DEFAULT_METHOD.rank))

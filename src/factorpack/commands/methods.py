@@ -19,7 +19,7 @@ def methods(as_json: Json = False) -> None:
 
     Example:
 
-        factorpack compress model.pt -o small.safetensors --method nncodec --set qp=-20
+        factorpack compress model.pt -o small.safetensors --method rdoq --set qp=-20
     """
     if as_json:
         print_json({"methods": [_as_json(name) for name in METHODS]})

@@ -10,7 +10,6 @@ import typer
 from factorpack.budget.curves import load_curves
 from factorpack.commands.console import print_json, print_line
 from factorpack.commands.options import Json, PackedFile
-from factorpack.comparison.baselines import title_of
 from factorpack.comparison.saved import read_comparison
 from factorpack.errors import PlanError
 from factorpack.format.overwrite import check_output
@@ -83,7 +82,7 @@ def comparison_facts(path: Path) -> ComparisonFacts:
     scored = [point for point in made if "top1" in point.measured]
     points = tuple(
         PointFacts(
-            printable(title_of(point.method)),
+            printable(point.title),
             point.file_bytes,
             point.file_ratio,
             point.measured["top1"] if scored else point.weight_error,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from factorpack.comparison.baselines import BASELINES, PLANNED
-from factorpack.comparison.grid import Grid, Point, compare
+from factorpack.comparison.baselines import BASELINES, PEERS, PLANNED
+from factorpack.comparison.grid import Grid, compare
+from factorpack.comparison.point import Point
 
-__all__ = ["BASELINES", "PLANNED", "Grid", "Point", "compare"]
+__all__ = ["BASELINES", "PEERS", "PLANNED", "Grid", "Point", "compare"]

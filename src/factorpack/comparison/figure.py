@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from factorpack.comparison.baselines import BASELINES, PLANNED, title_of
-from factorpack.comparison.grid import Point
+from factorpack.comparison.baselines import BASELINES, PEERS, PLANNED
+from factorpack.comparison.point import Point
 from factorpack.errors import PlanError
 from factorpack.format.atomic import atomic_write
 
@@ -16,8 +16,9 @@ INK = "#222222"
 COLOURS = (
     "#1f6fb4", "#2e8540", "#8a8a8a", "#d9731a", "#9b59b6", "#c0392b", "#7f6000",
     "#16a085", "#34495e", "#b07aa1", "#59a14f", "#e15759", "#4e79a7", "#f28e2b", "#76b7b2",
+    "#000000",
 )  # fmt: skip
-MARKS = "o^vsDPX*<>hpdH8"
+MARKS = "o^vsDPX*<>hpdH8x"
 
 
 def pareto(points: Sequence[Point], original: float | None, axes: Any = None) -> Any:
@@ -25,14 +26,12 @@ def pareto(points: Sequence[Point], original: float | None, axes: Any = None) ->
     alone = axes is None
     if alone:
         axes = _pyplot().figure(figsize=(9.6, 5.6)).add_subplot()
-    for place, name in enumerate((PLANNED, *BASELINES)):
-        line = sorted(
-            (point.file_ratio, 100 * point.measured["top1"])
-            for point in points
-            if point.method == name and point.file and "top1" in point.measured
-        )
-        if line:
-            _draw(axes, name, line, COLOURS[place], MARKS[place])
+    for place, name in enumerate((PLANNED, *BASELINES, *PEERS)):
+        shown = [
+            point for point in points if point.method == name and point.file and "top1" in point.measured
+        ]
+        if shown:
+            _draw(axes, shown, COLOURS[place], MARKS[place])
     if original is not None:
         axes.axhline(100 * original, color=INK, lw=0.8, ls="--")
         where = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
@@ -48,11 +47,12 @@ def pareto(points: Sequence[Point], original: float | None, axes: Any = None) ->
     return axes.figure
 
 
-def _draw(axes: Any, name: str, line: Sequence[tuple[float, float]], colour: str, mark: str) -> None:
+def _draw(axes: Any, points: Sequence[Point], colour: str, mark: str) -> None:
     """Draws a method's points; those of the planner are larger and labelled with their scores."""
-    first = name == PLANNED
+    line = sorted((point.file_ratio, 100 * point.measured["top1"]) for point in points)
+    first = points[0].method == PLANNED
     style = {"color": colour, "marker": mark, "ms": 6 if first else 4, "lw": 2.2 if first else 1.0}
-    axes.plot(*zip(*line, strict=True), label=title_of(name), zorder=3 if first else 2, **style)
+    axes.plot(*zip(*line, strict=True), label=points[0].title, zorder=3 if first else 2, **style)
     for ratio, score in line if first else []:
         place = {"xytext": (0, -13), "textcoords": "offset points", "ha": "center"}
         axes.annotate(f"{score:.1f}", (ratio, score), fontsize=8, color=colour, fontweight="bold", **place)

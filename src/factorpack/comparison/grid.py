@@ -17,12 +17,15 @@ from factorpack.budget.goals import budget_bytes, original_bytes
 from factorpack.budget.journal import content_of_batches
 from factorpack.budget.norms import small_leftovers
 from factorpack.budget.planner import Planner
-from factorpack.comparison.baselines import BASELINES, PLANNED, select_methods
+from factorpack.comparison.baselines import BASELINES, PEERS, PLANNED, select_methods
 from factorpack.comparison.ladders import Ladders
+from factorpack.comparison.nncodec import NNCodec
 from factorpack.comparison.permute import permute_model
+from factorpack.comparison.point import Point, file_name, point_name
 from factorpack.compression import compress
 from factorpack.decoding import decode
 from factorpack.errors import FormatError, PlanError, SourceError
+from factorpack.format.atomic import atomic_write
 from factorpack.format.checked_file import read_checked_json, say_damaged, write_checked_json
 from factorpack.format.locks import locked
 from factorpack.format.packed_file import file_bytes
@@ -37,24 +40,6 @@ from factorpack.version import __version__
 
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 """A model -> its measured scores, such as {"top1": 0.69}."""
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One method at one size. `file` is None if the method cannot make a file that small."""
-
-    method: str
-    asked_ratio: float
-    settings: str
-    file: str | None = None
-    file_bytes: int = 0
-    file_ratio: float = 0.0
-    weight_error: float = 0.0
-    """Squared error of all coded weights divided by their energy."""
-    compress_s: float = 0.0
-    measured: Mapping[str, float] = field(default_factory=dict)
-    trained: Mapping[str, Any] = field(default_factory=dict)
-    """The schedule it was finetuned with; empty if it was not."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +77,12 @@ class Grid:
         """Returns the method names; unknown methods and invalid ratios raise before any work is done."""
         for ratio in self.ratios:
             budget_bytes(self._source, ratio)
-        return select_methods(self.methods)
+        names = select_methods(self.methods)
+        for name in PEERS.keys() & set(names):
+            PEERS[name].version()
+            if self.train is not None:
+                raise PlanError(f"{name} cannot be trained: compare it without training")
+        return names
 
     @cached_property
     def _source(self) -> Any:
@@ -106,12 +96,16 @@ class Grid:
         return permute_model(self.model, self.calibration[0], tile_of=_large_tile)[0]
 
     @cached_property
-    def _ladders(self) -> dict[str, Ladders]:
+    def _ladders(self) -> dict[str, Ladders[Method]]:
         return {
             name: Ladders(method.ladders(), partial(self._measure_size, self._starting_model(name)))
             for name, method in BASELINES.items()
             if name in select_methods(self.methods)
         }
+
+    @cached_property
+    def _peers(self) -> dict[str, NNCodec]:
+        return {name: PEERS[name](self.model) for name in PEERS if name in self.methods}
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -141,6 +135,8 @@ class Grid:
         return Packed(small_leftovers(packed, self.model), packed.aliases)
 
     def _compute_point(self, name: str, ratio: float) -> Point:
+        if name in PEERS:
+            return self._compute_peer_point(name, ratio)
         start = self._starting_model(name)
         started = time.perf_counter()
         if name == PLANNED:
@@ -151,8 +147,7 @@ class Grid:
         else:
             method = self._ladders[name].best_within(budget_bytes(self._source, ratio))
             if method is None:
-                least = original_bytes(self._source) / self._ladders[name].smallest()
-                return self._write_point(Point(name, ratio, f"{least:.1f}x is the smallest it makes"))
+                return self._write_smallest(name, ratio, self._ladders[name].smallest())
             started = time.perf_counter()
             batches = self.calibration if method.samples and self.calibration else None
             method = method if batches else method.without_data()
@@ -161,13 +156,11 @@ class Grid:
         seconds = time.perf_counter() - started
         error = weight_error(start, packed)
         trained = self._finetune(packed, start, ratio if name == PLANNED else 0.0)
-        path = self.folder / _packed_name(name, ratio)
+        path = self.folder / file_name(name, ratio)
         self.folder.mkdir(parents=True, exist_ok=True)
         save(packed if name == PLANNED and not trained else self._shrink_leftovers(packed), path)
         loaded = load(path)
-        measured: Mapping[str, float] = {}
-        if self.evaluate is not None:
-            measured = self.evaluate(loaded.load_into(copy.deepcopy(self.model)))
+        measured = self._measure(loaded.load_into(copy.deepcopy(self.model)))
         report = loaded.size()
         return self._write_point(
             Point(
@@ -183,6 +176,45 @@ class Grid:
                 trained,
             )
         )
+
+    def _compute_peer_point(self, name: str, ratio: float) -> Point:
+        """Its own file, decoded by its own package."""
+        peer = self._peers[name]
+        qp = peer.sizes.best_within(budget_bytes(self._source, ratio))
+        if qp is None:
+            return self._write_smallest(name, ratio, peer.sizes.smallest(), peer.version())
+        started = time.perf_counter()
+        stream = peer.encode(qp)
+        seconds = time.perf_counter() - started
+        path = self.folder / file_name(name, ratio)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as file:
+            file.write(stream)
+        state = peer.decode(path.read_bytes())
+        net = copy.deepcopy(self.model)
+        net.load_state_dict(state)
+        return self._write_point(
+            Point(
+                name,
+                ratio,
+                f"qp {qp:g}",
+                path.name,
+                len(stream),
+                original_bytes(self._source) / len(stream),
+                _relative_error(self.model, state.__getitem__),
+                seconds,
+                self._measure(net),
+                version=peer.version(),
+            )
+        )
+
+    def _measure(self, net: nn.Module) -> Mapping[str, float]:
+        return {} if self.evaluate is None else self.evaluate(net)
+
+    def _write_smallest(self, name: str, ratio: float, least_bytes: int, version: str = "") -> Point:
+        least = original_bytes(self._source) / least_bytes
+        point = Point(name, ratio, f"{least:.1f}x is the smallest it makes", version=version)
+        return self._write_point(point)
 
     def _finetune(self, packed: Packed, start: nn.Module, target: float) -> dict[str, Any]:
         if self.train is None:
@@ -241,21 +273,7 @@ class Grid:
         return point
 
     def _point_path(self, name: str, ratio: float) -> Path:
-        return self.folder / _point_name(name, ratio)
-
-
-def files_of(methods: Sequence[str], ratios: Sequence[float]) -> list[str]:
-    """Names of all files written for these methods and ratios."""
-    pairs = [(name, ratio) for name in methods for ratio in ratios]
-    return [make(name, ratio) for name, ratio in pairs for make in (_packed_name, _point_name)]
-
-
-def _packed_name(method: str, ratio: float) -> str:
-    return f"{method}-{ratio:g}.packed.safetensors"
-
-
-def _point_name(method: str, ratio: float) -> str:
-    return f"{method}-{ratio:g}.json"
+        return self.folder / point_name(name, ratio)
 
 
 def compare(model: nn.Module, ratios: Sequence[float], folder: str | Path, **settings: Any) -> list[Point]:
@@ -277,11 +295,15 @@ def compare(model: nn.Module, ratios: Sequence[float], folder: str | Path, **set
 
 def weight_error(source: Checkpoint, packed: Packed) -> float:
     """Relative squared error of all weights."""
+    return _relative_error(source, lambda name: decode(packed[name]))
+
+
+def _relative_error(source: Checkpoint, decoded: Callable[[str], Tensor]) -> float:
     lost = energy = 0.0
     for name, entry in open_source(source).entries.items():
         if not not_a_weight(entry):
             original: Tensor = entry.load().double().cpu()
-            lost += float((decode(packed[name]).double().cpu() - original).square().sum())
+            lost += float((decoded(name).double().cpu() - original).square().sum())
             energy += float(original.square().sum())
     return lost / energy if energy else 0.0
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
-from factorpack.methods import Method
-
-Measure = Callable[[Method], tuple[int, float]]
-"""Settings -> the size of their file in bytes, and the error of its weights."""
+Settings = TypeVar("Settings")
 
 
-class Ladders:
-    """Ladders of one method's settings, with the measurements made so far."""
+class Ladders(Generic[Settings]):
+    """Ladders of one method's settings, with the measurements made so far.
 
-    def __init__(self, ladders: Sequence[Sequence[Method]], measure: Measure) -> None:
+    `measure` takes settings to the size of their file in bytes, and the error of its weights.
+    """
+
+    def __init__(
+        self, ladders: Sequence[Sequence[Settings]], measure: Callable[[Settings], tuple[int, float]]
+    ) -> None:
         self._ladders, self._measure = ladders, measure
         self._known: dict[tuple[int, int], tuple[int, float]] = {}
 
-    def best_within(self, max_bytes: int) -> Method | None:
+    def best_within(self, max_bytes: int) -> Settings | None:
         """The most accurate among each ladder's largest file of at most `max_bytes`; None if none fits."""
         rungs = {
             number: rung

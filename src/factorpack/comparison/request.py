@@ -15,7 +15,8 @@ from factorpack.budget.goals import original_bytes
 from factorpack.budget.knowledge import MOMENT_BYTES
 from factorpack.budget.planner import Planner
 from factorpack.comparison.baselines import PLANNED, select_methods
-from factorpack.comparison.grid import Evaluate, Grid, Point, files_of
+from factorpack.comparison.grid import Evaluate, Grid
+from factorpack.comparison.point import Point, files_of
 from factorpack.engine import Engine, Task, run_tasks
 from factorpack.errors import PlanError
 from factorpack.format.locks import locked

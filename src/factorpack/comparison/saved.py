@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from factorpack.comparison.grid import Point
+from factorpack.comparison.point import Point
 from factorpack.errors import PlanError
 
 
@@ -38,7 +38,7 @@ def _point(fields: Mapping[str, Any]) -> Point:
     point = Point(**{**fields, "measured": _numbers(fields["measured"])})
     _numbers({"file_ratio": point.file_ratio, "weight_error": point.weight_error})
     if type(point.file_bytes) is not int or not all(
-        isinstance(word, str) for word in (point.method, point.settings)
+        isinstance(word, str) for word in (point.method, point.settings, point.version)
     ):
         raise ValueError(f"a point of {point.file_bytes!r} bytes by {point.method!r}")
     return point

@@ -8,10 +8,10 @@ from factorpack.methods.bgd import BGD
 from factorpack.methods.keep import Keep
 from factorpack.methods.lsq import LSQ
 from factorpack.methods.method import Method, from_fields
-from factorpack.methods.nncodec import NNCodec
 from factorpack.methods.pqf import PQF
 from factorpack.methods.prune import Prune
 from factorpack.methods.qspca import QSPCA
+from factorpack.methods.rdoq import RDOQ
 from factorpack.methods.scalar import Scalar
 from factorpack.methods.second_order import SecondOrder
 from factorpack.methods.spatial_svd import SpatialSVD
@@ -28,7 +28,7 @@ METHODS: dict[str, type[Method]] = {
     "ttq": TTQ,
     "abcnet": ABCNet,
     "prune": Prune,
-    "nncodec": NNCodec,
+    "rdoq": RDOQ,
     "svd": SVD,
     "spatial_svd": SpatialSVD,
     "vq": VQ,
@@ -46,13 +46,13 @@ __all__ = [
     "METHODS",
     "PQF",
     "QSPCA",
+    "RDOQ",
     "SVD",
     "TTQ",
     "VQ",
     "ABCNet",
     "Keep",
     "Method",
-    "NNCodec",
     "ProjectedGradient",
     "Prune",
     "Scalar",

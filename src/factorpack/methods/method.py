@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from factorpack.errors import PlanError
@@ -93,6 +93,12 @@ def from_fields(methods: Mapping[str, type[Method]], fields: Mapping[str, Any]) 
     settings = dict(fields)
     name = settings.pop("method", None)
     if not isinstance(name, str) or name not in methods:
-        raise PlanError(f"unknown method {name!r}, known are {', '.join(methods)}")
+        raise PlanError(unknown_method(name, methods))
     method: Method = build_settings(methods[name], settings, f"method {name!r}")
     return method
+
+
+def unknown_method(name: object, methods: Iterable[str]) -> str:
+    """Says that there is no such method, and what an earlier version's is called now."""
+    now = "; nncodec is called rdoq now" if name == "nncodec" else ""
+    return f"unknown method {name!r}, known are {', '.join(methods)}{now}"

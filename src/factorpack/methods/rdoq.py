@@ -1,4 +1,4 @@
-"""NNCodec: one step per tensor and rounding that weighs the bits of every code, as DeepCABAC does."""
+"""Rate-distortion optimised quantization: one step per tensor, and rounding that weighs the bits of every code."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ QP_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class NNCodec(Method):
+class RDOQ(Method):
     """Codes of one step for a whole tensor, each with the least (w - q s)^2 + price s^2 bits(q).
 
     The step is `step` times the tensor's root mean square, or the one that the standard assigns to the
     integer `qp`: s = (1 + (qp mod 4) / 4) 2^floor(qp / 4), the same for every tensor.
 
-    The scheme is that of DeepCABAC (Wiedemann et al. 2019) and of the standard ISO/IEC 15938-17 based on it;
-    the streams are not. There, codes become binary decisions whose models adapt as they are read, with
-    contexts from the code before. Here, a code is one symbol of an asymmetric numeral system with stored
-    tables, and its context is the class of its row and column. There, errors may be weighted by importance,
-    and quantizers may depend on each other; here neither is done.
+    The rounding is that of DeepCABAC (Wiedemann et al. 2019); the streams are not. There, codes become binary
+    decisions whose models adapt as they are read, with contexts from the code before. Here, a code is one
+    symbol of an asymmetric numeral system with stored tables, and its context is the class of its row and
+    column. The standard ISO/IEC 15938-17, based on DeepCABAC, also has quantizers that depend on each other:
+    `factorpack compare --methods nncodec` runs its reference software.
     """
 
     step: float | None = None
     qp: int | None = None
     price: float = HIGH_RATE
 
-    name: ClassVar[str] = "nncodec"
-    title: ClassVar[str] = "NNCodec-like"
+    name: ClassVar[str] = "rdoq"
+    title: ClassVar[str] = "RDOQ"
     suits_anything: ClassVar[bool] = True
     peak_factor: ClassVar[float] = 17.0
 

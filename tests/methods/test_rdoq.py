@@ -11,7 +11,7 @@ import torch
 from factorpack.decoding import decode
 from factorpack.errors import PlanError
 from factorpack.format.streams import encode_part
-from factorpack.methods import NNCodec
+from factorpack.methods import RDOQ
 from factorpack.weight import Weight
 from tests.helpers import relative_error, seeded
 
@@ -21,7 +21,7 @@ RMS = WEIGHT.double().square().mean().sqrt().item()
 
 @pytest.mark.parametrize("step", [0.1, 0.5, 2.0])
 def test_without_a_price_codes_are_the_nearest(step: float) -> None:
-    encoded = NNCodec(step, price=0.0).encode(Weight(WEIGHT))
+    encoded = RDOQ(step, price=0.0).encode(Weight(WEIGHT))
     stored = encoded.parts["scale"]
     assert stored.shape == (1, 1)
     assert stored.item() == torch.tensor(step * RMS).half().item()
@@ -33,18 +33,18 @@ def test_without_a_price_codes_are_the_nearest(step: float) -> None:
 )
 def test_the_steps_of_the_standard(qp: int, step: float) -> None:
     """(4 + qp mod 4) quarters of a power of two."""
-    assert NNCodec(qp=qp).encode(Weight(WEIGHT)).parts["scale"].item() == step
+    assert RDOQ(qp=qp).encode(Weight(WEIGHT)).parts["scale"].item() == step
 
 
 def bits(encoded_price: float, step: float = 0.3) -> int:
-    codes = NNCodec(step, price=encoded_price).encode(Weight(WEIGHT)).parts["codes"]
+    codes = RDOQ(step, price=encoded_price).encode(Weight(WEIGHT)).parts["codes"]
     return 8 * len(encode_part(codes, 8)[1])
 
 
 def test_a_price_makes_files_smaller_and_weights_worse() -> None:
     prices = (0.0, 0.05, 0.1, 0.3)
     errors = [
-        relative_error(decode(NNCodec(0.3, price=price).encode(Weight(WEIGHT))), WEIGHT) for price in prices
+        relative_error(decode(RDOQ(0.3, price=price).encode(Weight(WEIGHT))), WEIGHT) for price in prices
     ]
     sizes = [bits(price) for price in prices]
     assert all(less < more for more, less in pairwise(sizes))
@@ -52,7 +52,7 @@ def test_a_price_makes_files_smaller_and_weights_worse() -> None:
 
 
 def test_codes_go_to_the_nearest_or_one_nearer_to_zero() -> None:
-    encoded = NNCodec(0.4, price=0.2).encode(Weight(WEIGHT))
+    encoded = RDOQ(0.4, price=0.2).encode(Weight(WEIGHT))
     nearest = (WEIGHT / encoded.parts["scale"].float()).round()
     moved = nearest - encoded.parts["codes"]
     assert moved.any()
@@ -61,7 +61,7 @@ def test_codes_go_to_the_nearest_or_one_nearer_to_zero() -> None:
 
 def test_a_step_too_fine_for_a_file() -> None:
     with pytest.raises(PlanError, match="expected a step at which 16 bits do"):
-        NNCodec(1e-5).encode(Weight(WEIGHT))
+        RDOQ(1e-5).encode(Weight(WEIGHT))
 
 
 @pytest.mark.parametrize(
@@ -79,4 +79,4 @@ def test_a_step_too_fine_for_a_file() -> None:
 )
 def test_impossible_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        NNCodec(**settings)
+        RDOQ(**settings)

@@ -1,0 +1,130 @@
+"""From the weights alone, at the bytes of the real NNCodec's bitstreams: ours beside it, on validation images."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import factorpack as fp
+from benchmarks.data import Images, centred, imagenet_val, normalized, pretrained
+from benchmarks.formatting import MODELS, RESULTS, format_source, format_table, load_result
+from benchmarks.measure import fidelity, predictions
+from factorpack.budget.goals import original_bytes
+from factorpack.comparison.nncodec import NNCodec
+from factorpack.source import open_source
+
+PREPARE = {"efficientnet_lite0": centred}
+TITLES = {**MODELS, "efficientnet_lite0": "EfficientNet-Lite0"}
+Row = dict[str, Any]
+
+
+def run(model: str, qps: list[float], tuned_qps: list[float]) -> dict[str, Any]:
+    """NNCodec with its own defaults at `qps`, and at its best settings at `tuned_qps`.
+
+    Its points are taken from the stored result where that has them, so that ours alone can be run again,
+    without its package. Remove the result to make them again.
+    """
+    judge = _Judge(model)
+    wanted = [{"qp": qp, "tuned": tuned} for tuned in (False, True) for qp in (tuned_qps if tuned else qps)]
+    stored = _stored(model)
+    rows = []
+    for point in wanted:
+        known = [row for row in stored if {key: row[key] for key in point} == point]
+        row = {**point, **(_peer_half(judge, **point) if not known else _peer_fields(known[0]))}
+        row["factorpack"] = judge.measure_ours(row["nncodec"]["bytes"])
+        print(row, flush=True)
+        rows.append(row)
+    return {"original_bytes": original_bytes(open_source(judge.net)), "fp32": judge.fp32, "rows": rows}
+
+
+def _stored(model: str) -> list[Row]:
+    exists = (RESULTS / "weights_alone" / f"{model}.json").exists()
+    rows: list[Row] = load_result("weights_alone", model)["result"]["rows"] if exists else []
+    return rows
+
+
+def _peer_fields(row: Row) -> Row:
+    return {key: row[key] for key in ("version", "nncodec")}
+
+
+def _peer_half(judge: _Judge, qp: float, tuned: bool) -> Row:
+    peer = NNCodec(judge.net, tuned)
+    started = time.perf_counter()
+    stream = peer.encode(qp)
+    seconds = time.perf_counter() - started
+    return {"version": peer.version(), "nncodec": judge.measure(peer.decode(stream), len(stream), seconds)}
+
+
+class _Judge:
+    """A model, and the comparison of other weights with its own."""
+
+    def __init__(self, model: str) -> None:
+        self.net: nn.Module = pretrained(model).to(memory_format=torch.channels_last)
+        self.original = {name: value.clone() for name, value in self.net.state_dict().items()}
+        self.prepare = PREPARE.get(model, normalized)
+        self.images: Images = imagenet_val()
+        self.reference: Tensor = self._predict(self.original)
+        self.fp32 = fidelity(self.reference, self.reference, self.images[1])["top1"]
+
+    def _predict(self, state: dict[str, Tensor]) -> Tensor:
+        try:
+            self.net.load_state_dict(state)
+            return predictions(self.net, self.images[0], prepare=self.prepare)
+        finally:
+            self.net.load_state_dict(self.original)
+
+    def measure(self, state: dict[str, Tensor], size: int, seconds: float) -> dict[str, float]:
+        found = fidelity(self._predict(state), self.reference, self.images[1])
+        return {"bytes": size, "top1": found["top1"], "kl": found["kl"], "seconds": round(seconds, 1)}
+
+    def measure_ours(self, max_bytes: int) -> dict[str, float]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "packed.safetensors"
+            started = time.perf_counter()
+            fp.save(fp.compress(self.original, max_bytes=max_bytes, progress=False), path)
+            seconds = time.perf_counter() - started
+            return self.measure(dict(fp.load(path).state_dict()), path.stat().st_size, seconds)
+
+
+def tabulate(model: str) -> str:
+    """One row per bitstream, the largest first."""
+    document = load_result("weights_alone", model)
+    result = document["result"]
+    rows = sorted(result["rows"], key=lambda row: -row["nncodec"]["bytes"])
+    head = [
+        f"{TITLES[model]}, NNCodec's settings",
+        "times smaller",
+        "NNCodec, bytes",
+        "ours, bytes",
+        "NNCodec, top-1",
+        "ours, top-1",
+        "NNCodec, KL",
+        "ours, KL",
+    ]
+    versions = ", ".join(sorted({row["version"] for row in rows}))
+    note = f"FP32 {result['fp32']:.1f}. NNCodec {versions}. KL in nats.\n"
+    lines = [_line(row, result["original_bytes"]) for row in rows]
+    return f"{format_table(head, lines)}\n{note}{format_source(document)}"
+
+
+def _line(row: Row, original: int) -> list[str]:
+    theirs, ours = row["nncodec"], row["factorpack"]
+    return [
+        f"{'best' if row['tuned'] else 'defaults'}, qp {row['qp']:g}",
+        f"{original / theirs['bytes']:.1f}",
+        f"{theirs['bytes']:,}",
+        f"{ours['bytes']:,}",
+        f"{theirs['top1']:.1f}",
+        f"{ours['top1']:.1f}",
+        f"{theirs['kl']:.3f}",
+        f"{ours['kl']:.3f}",
+    ]
+
+
+TABLES = {f"weights-alone-{model}": partial(tabulate, model) for model in TITLES}
