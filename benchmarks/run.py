@@ -44,6 +44,7 @@ STUDIES = {
     "scale": "benchmarks.studies.scale",
     "need": "benchmarks.studies.need",
     "recipes": "benchmarks.studies.recipes",
+    "synthetic": "benchmarks.studies.synthetic",
 }
 """Study -> the module whose `run(**case)` returns its result."""
 

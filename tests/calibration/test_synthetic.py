@@ -21,7 +21,7 @@ from factorpack.calibration.synthetic import Synthetic, make_batches
 from factorpack.source import open_source
 from tests.helpers import assert_close, assert_same_tensor, seeded
 
-SMALL = Synthetic(image_size=8, steps=30)
+SMALL = Synthetic(image_size=8)
 
 
 def trained_net() -> nn.Sequential:

@@ -27,8 +27,8 @@ PROBED_SIDE, LAST_PLACES = 64, 4
 """Side of the image that shows it, and of the last map for any other network: 32 for one that shrinks by 8."""
 AT_ONCE = 64
 """Inputs whose statistics are matched together."""
-RATE, LAST_RATE = 0.1, 0.01
-"""Learning rates of the first and the last step, in standard deviations of the noise."""
+RATE, LAST_SHARE = 0.1, 0.1
+"""Learning rate of the first step, in standard deviations of the noise, and the last step's share of it."""
 FALL = 1.2
 """Amplitudes of the noise fall with this power of the frequency, a little faster than those of photographs."""
 AGREEMENT = 0.85
@@ -94,47 +94,35 @@ def make_matched_inputs(
     progress: bool,
 ) -> list[Tensor]:
     """Batches of inputs of a shape, on the model's device, each matched as a whole."""
-    noise = ColouredNoise(shape, device_of(model))
     generator = torch.Generator().manual_seed(seed)
-    batches = []
+    device, batches = device_of(model), []
     with (
         Progress("making inputs", samples * steps, progress, "inputs x steps") as bar,
         torch.inference_mode(False),
         _measuring(model, norms) as mismatch,
     ):
-        scale = _find_scale(mismatch, noise, generator)
+        scale = _find_scale(mismatch, draw_noise(SCALED, shape, generator).to(device))
         for start in range(0, samples, AT_ONCE):
-            latents = noise.draw(min(AT_ONCE, samples - start), generator)
-            for _ in _optimise(latents, lambda each: scale * noise.colour(each), mismatch, steps, generator):
-                bar.advance("", len(latents))
-            batches.append(scale * noise.colour(latents))
+            noise = draw_noise(min(AT_ONCE, samples - start), shape, generator)
+            inputs = (scale * noise).to(device)
+            for _ in _optimise(inputs, scale * RATE, mismatch, steps, generator):
+                bar.advance("", len(inputs))
+            batches.append(inputs)
     return batches
 
 
-class ColouredNoise:
-    """Images as linear functions of white noise: low frequencies are strong, and channels agree.
+def draw_noise(count: int, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Images (count, *shape) of standard deviation one: low frequencies are strong, and channels agree.
 
-    A step of equal size in every latent is then large where photographs have much energy.
+    Vectors are white noise.
     """
-
-    def __init__(self, shape: Sequence[int], device: torch.device) -> None:
-        self._shape, self._device = tuple(shape), device
-        self._dims = tuple(range(2, len(shape) + 1))
-        if self._dims:
-            self._amplitudes = _amplitudes(shape[1:]).to(device)
-            self._mixing = _mixing(shape[0]).to(device)
-
-    def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """White noise, (count, *shape): the same on every device."""
-        return torch.randn(count, *self._shape, generator=generator).to(self._device)
-
-    def colour(self, latents: Tensor) -> Tensor:
-        """Images of standard deviation one where the latents are white; vectors stay as they are."""
-        if not self._dims:
-            return latents
-        spectrum = torch.fft.rfftn(latents, dim=self._dims) * self._amplitudes
-        images: Tensor = torch.fft.irfftn(spectrum, s=self._shape[1:], dim=self._dims)
-        return (self._mixing @ images.flatten(2)).view_as(images)
+    white = torch.randn(count, *shape, generator=generator)
+    if len(shape) == 1:
+        return white
+    dims = tuple(range(2, white.dim()))
+    spectrum = torch.fft.rfftn(white, dim=dims) * _amplitudes(shape[1:])
+    images: Tensor = torch.fft.irfftn(spectrum, s=tuple(shape[1:]), dim=dims)
+    return (_mixing(shape[0]) @ images.flatten(2)).view_as(images)
 
 
 def _amplitudes(sides: Sequence[int]) -> Tensor:
@@ -204,32 +192,27 @@ def divergence_from_stored(norm: NORMS, inputs: Tensor) -> Tensor:
     return 0.5 * (ratio + shift - 1 - ratio.log()).mean()
 
 
-def _find_scale(mismatch: Mismatch, noise: ColouredNoise, generator: torch.Generator) -> float:
+def _find_scale(mismatch: Mismatch, noise: Tensor) -> float:
     """The standard deviation of noise whose statistics are closest to the stored ones."""
-    inputs = noise.colour(noise.draw(SCALED, generator))
     with torch.no_grad():
-        found = torch.stack([mismatch(scale * inputs) for scale in SCALES])
+        found = torch.stack([mismatch(scale * noise) for scale in SCALES])
     return SCALES[int(found.nan_to_num(torch.inf).argmin())]
 
 
 def _optimise(
-    latents: Tensor,
-    inputs_of: Callable[[Tensor], Tensor],
-    mismatch: Mismatch,
-    steps: int,
-    generator: torch.Generator,
+    inputs: Tensor, rate: float, mismatch: Mismatch, steps: int, generator: torch.Generator
 ) -> Iterator[None]:
-    """Moves latents, in place, so that their inputs match; the caller goes on after each step."""
-    optimiser = torch.optim.Adam([latents], RATE, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(steps, 1), LAST_RATE)
+    """Moves inputs, in place, so that their statistics match; the caller goes on after each step."""
+    optimiser = torch.optim.Adam([inputs], rate, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(steps, 1), LAST_SHARE * rate)
     for _ in range(steps):
         with torch.enable_grad():
-            latents.requires_grad_()
-            loss = mismatch(_moved(inputs_of(latents), generator))
-            (latents.grad,) = torch.autograd.grad(loss, latents)
+            inputs.requires_grad_()
+            loss = mismatch(_moved(inputs, generator))
+            (inputs.grad,) = torch.autograd.grad(loss, inputs)
         optimiser.step()
         schedule.step()
-        latents.requires_grad_(False)
+        inputs.requires_grad_(False)
         yield
 
 
