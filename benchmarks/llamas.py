@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ SHARD_ELEMENTS = 500_000_000
 """About a gigabyte of BF16 per shard."""
 BEGIN = 1
 """The token that begins a text."""
+BYTES = 3
+"""The first of the 256 tokens that stand for bytes; pieces of text follow them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,53 @@ def sampled_tokens(model: nn.Module, sequences: int, length: int, seed: int = 0)
         pad_token_id=0,
     )
     return drawn
+
+
+def story_tokens(sequences: int, length: int) -> Tensor:
+    """Windows of real stories, one after the other, each after the token that begins a text."""
+    path = WORK / "tinystories.txt"
+    if not path.exists():
+        raise SourceError(
+            f"{path} was not found: put stories of the TinyStories dataset there, as plain text"
+        )
+    pieces = read_pieces(np.memmap(WORK / "llama2.data", np.uint8, "r"))
+    tokens: list[int] = []
+    for paragraph in path.read_text(encoding="utf-8").split("\n\n"):
+        tokens += encode_text(f"{paragraph.strip()}\n", pieces)
+        if len(tokens) >= sequences * (length - 1):
+            found = torch.tensor(tokens[: sequences * (length - 1)]).view(sequences, length - 1)
+            return nn.functional.pad(found, (1, 0), value=BEGIN)
+    raise SourceError(f"{path} has {len(tokens)} tokens, expected {sequences} windows of {length - 1}")
+
+
+def read_pieces(data: np.ndarray) -> dict[bytes, tuple[int, float]]:
+    """llama2.c's tokenizer, which follows the weights in the archive: a piece of text -> its token and its score."""
+    shape, tensors = read_llama2c(data)
+    numbers = sum(value.numel() for value in tensors.values()) + shape.positions * shape.hidden // shape.heads
+    content, pieces = data[28 + 4 * numbers :].tobytes(), {}
+    place = 4  # after the length of the longest piece
+    for token in range(shape.vocabulary):
+        score, size = struct.unpack_from("<fi", content, place)
+        if token >= BYTES + 256:
+            pieces[content[place + 8 : place + 8 + size]] = token, score
+        place += 8 + size
+    return pieces
+
+
+def encode_text(text: str, pieces: dict[bytes, tuple[int, float]]) -> list[int]:
+    """Tokens of a text: characters, of which the pair with the best score is joined until none can be."""
+    parts = [each.encode() for each in " " + text]
+    while True:
+        scores = [pieces[a + b][1] if a + b in pieces else -np.inf for a, b in pairwise(parts)]
+        best = int(np.argmax(scores)) if scores else 0
+        if not scores or scores[best] == -np.inf:
+            return [token for each in parts for token in _tokens_of(each, pieces)]
+        parts[best : best + 2] = [parts[best] + parts[best + 1]]
+
+
+def _tokens_of(part: bytes, pieces: dict[bytes, tuple[int, float]]) -> list[int]:
+    """A piece's token, or those of its bytes."""
+    return [pieces[part][0]] if part in pieces else [BYTES + byte for byte in part]
 
 
 def write_checkpoint(folder: Path, shape: Shape, seed: int = 0) -> None:

@@ -46,6 +46,7 @@ STUDIES = {
     "recipes": "benchmarks.studies.recipes",
     "weights_alone": "benchmarks.studies.weights_alone",
     "peers": "benchmarks.studies.peers",
+    "synthetic": "benchmarks.studies.synthetic",
 }
 """Study -> the module whose `run(**case)` returns its result."""
 

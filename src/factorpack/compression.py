@@ -18,6 +18,7 @@ from factorpack.budget.planner import BudgetRequest, Planner
 from factorpack.budget.tasks import compress_to_bytes_over
 from factorpack.calibration.calibrate import Calibration, calibrate
 from factorpack.calibration.streaming import open_streamed, streaming
+from factorpack.calibration.synthetic import Synthetic, make_batches, read_calibration
 from factorpack.calibration.walk import Walk
 from factorpack.decoding import decode
 from factorpack.engine import Engine
@@ -45,7 +46,7 @@ def compress(
     layers: Mapping[str, Method] | None = None,
     exclude: Sequence[str] = (),
     recipe: str | Path | None = None,
-    calibration: Calibration | Iterable[Any] | None = None,
+    calibration: Calibration | Iterable[Any] | Synthetic | None = None,
     sequential: bool = True,
     planner: Planner | None = None,
     curves: str | Path | None = None,
@@ -61,6 +62,10 @@ def compress(
     With a model and `calibration` (batches of inputs, or the result of `calibrate`) the outputs are kept
     close; without, the weights. The rate-distortion curves of all weights are in the result's `curves`, and
     in the file `curves`, where the next budget for the same model finds them.
+
+    `calibration="synthetic"` makes inputs where there are none: for a network with batch norms, inputs that give
+    every norm the statistics that it has stored; for a language model, texts that it writes itself. A
+    `factorpack.calibration.synthetic.Synthetic` in its place says their size; the planner says how many.
 
     With a `method` that uses data, give `calibration` too. Layers are then compressed in execution order, and
     each sees the outputs of the layers compressed before it (the original's with `sequential=False`).
@@ -94,7 +99,7 @@ def compress(
     """
     if to is not None and isinstance(source, str | Path):
         check_output(Path(to), source, recipe_file(recipe))
-    opened = open_source(source)
+    opened, calibration = open_source(source), read_calibration(calibration)
     budgets = [budget for budget in (ratio, max_bytes, max_loss) if budget is not None]
     _check_combination(source, method, budgets, calibration, planner or curves)
     model = source if isinstance(source, nn.Module) else None
@@ -203,15 +208,18 @@ def _encode_calibrated(
     model: nn.Module,
     source: Source,
     plan: Mapping[str, Choice],
-    calibration: Calibration | Iterable[Any],
+    calibration: Calibration | Iterable[Any] | Synthetic,
     sequential: bool,
     progress: bool,
 ) -> Iterator[tuple[str, Encoded]]:
     """Layers in execution order, each with a sample where its method wants one; then those that never run."""
     wanted = {name: choice.method.samples for name, choice in plan.items()}
+    samples = max([*wanted.values(), 1])
     with evaluating(model):
+        if isinstance(calibration, Synthetic):
+            calibration = make_batches(model, calibration, samples, progress)
         if not isinstance(calibration, Calibration):
-            calibration = calibrate(model, calibration, max([*wanted.values(), 1]))
+            calibration = calibrate(model, calibration, samples)
         running = [name for layer in calibration.order if (name := weight_of(layer)) in plan]
         idle = [name for name, samples in wanted.items() if samples and name not in running]
         if idle:

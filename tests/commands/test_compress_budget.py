@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import factorpack as fp
+from factorpack.calibration.synthetic import Synthetic, make_batches
 from factorpack.commands import engines
 from factorpack.errors import SourceError
 from factorpack.tune.images import unlabelled_batches
@@ -166,3 +169,24 @@ def test_images_are_spread_over_all_there_are(folder: Path, tmp_path: Path) -> N
     (tmp_path / "empty").mkdir()
     with pytest.raises(SourceError, match="holds no images"):
         list(unlabelled_batches(tmp_path / "empty", 4, SIDE))
+
+
+def test_synthetic_inputs_and_the_line_about_them(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Synthetic, int]] = []
+
+    def note(model: nn.Module, settings: Synthetic, samples: int, progress: bool) -> list[Any]:
+        seen.append((settings, samples))
+        return make_batches(model, replace(settings, steps=1), samples, progress)
+
+    monkeypatch.setattr("factorpack.budget.made_inputs.make_batches", note)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "synthetic").mkdir()
+    named = ["compress", checkpoint, "-o", tmp_path / "small.safetensors", "--ratio", 8, "--model", MODEL]
+    assert "--calibration synthetic makes inputs" in ok(*named)
+    made = ok(*named, "--calibration", "synthetic", "--samples", 9, "--image-size", 12, "--length", 7)
+    assert "no calibration data" not in made
+    assert seen == [(Synthetic(image_size=12, length=7), 9)]
+    assert "holds no images" in failure(*named, "--calibration", "./synthetic"), "a folder of that name"
+    assert "with --model module:callable" in failure(*named[:-2], "--calibration", "synthetic")

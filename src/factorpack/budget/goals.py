@@ -14,6 +14,7 @@ from factorpack.budget.curves import Curve
 from factorpack.budget.divergence import measure_divergence
 from factorpack.budget.journal import Journal, open_journal
 from factorpack.budget.knowledge import Knowledge, learn
+from factorpack.budget.made_inputs import find_inputs
 from factorpack.budget.measured_curves import find_curves
 from factorpack.budget.meet import meet_size
 from factorpack.budget.planner import HELD_OUT_SHARE, BudgetRequest
@@ -21,6 +22,7 @@ from factorpack.budget.sequential import SequentialCoder
 from factorpack.budget.tensors import Tensors, split_tensors
 from factorpack.budget.workers import Workers, open_workers
 from factorpack.calibration.calibrate import Calibration, calibrate
+from factorpack.calibration.synthetic import Synthetic
 from factorpack.errors import PlanError
 from factorpack.format.encode_ahead import Streams
 from factorpack.methods.settings import check_type
@@ -46,7 +48,7 @@ def compress_to_bytes(request: BudgetRequest, max_bytes: int) -> Compressed:
         tensors = split_tensors(request)
         # A budget that cannot be met is refused before there is work to lose.
         tensors.overhead_bytes(max_bytes)
-        calibration = _calibration(request)
+        calibration = _calibration(request, tensors)
         with (
             open_journal(request.parts, tensors, request.planner, calibration) as journal,
             open_workers(request) as workers,
@@ -63,9 +65,9 @@ def compress_to_loss(request: BudgetRequest, max_loss: float) -> Compressed:
     if not max_loss > 0 or request.calibration is None or request.model is None:
         raise PlanError(f"max_loss is {max_loss}: expected a number above 0, a model, and calibration data")
     with _evaluating(request.model):
-        given = _calibration(request)
-        assert given is not None
         tensors = split_tensors(request)
+        given = _calibration(request, tensors)
+        assert given is not None
         with (
             open_journal(request.parts, tensors, request.planner, given) as journal,
             open_workers(request) as workers,
@@ -137,12 +139,14 @@ def original_bytes(source: Source) -> int:
     return sum(fp32_bytes(entry.dtype, entry.numel) for entry in source.entries.values())
 
 
-def _calibration(request: BudgetRequest) -> Calibration | None:
-    if request.calibration is None or isinstance(request.calibration, Calibration):
-        return request.calibration
+def _calibration(request: BudgetRequest, tensors: Tensors) -> Calibration | None:
+    given = request.calibration
+    if given is None or isinstance(given, Calibration):
+        return given
     if request.model is None:
         raise PlanError("calibration runs a model: give one, not only its weights")
-    return calibrate(request.model, request.calibration, request.planner.samples)
+    batches = find_inputs(request, tensors, given) if isinstance(given, Synthetic) else given
+    return calibrate(request.model, batches, request.planner.samples)
 
 
 def _evaluating(model: nn.Module | None) -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from factorpack.calibration.calibrate import Calibration
+from factorpack.calibration.synthetic import Synthetic
 from factorpack.engine import Engine
 from factorpack.errors import PlanError
 from factorpack.methods import Method, SecondOrder
@@ -72,7 +73,7 @@ class BudgetRequest:
 
     source: Source
     model: nn.Module | None
-    calibration: Calibration | Iterable[Any] | None
+    calibration: Calibration | Iterable[Any] | Synthetic | None
     planner: Planner
     layers: Mapping[str, Method]
     exclude: Sequence[str]

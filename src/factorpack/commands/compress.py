@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from factorpack.commands.compress_request import CompressRequest
+from factorpack.commands.compress_request import CompressRequest, calibration_of
 from factorpack.commands.console import print_json, print_line
 from factorpack.commands.engines import engine_of
 from factorpack.commands.method_options import MethodOptions
@@ -56,10 +56,11 @@ def compress(
     exclude: Exclude = None,
     model: OptionalModel = None,
     calibration: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             help="A folder of images, no labels needed, or for a Hugging Face folder a text file: keep the "
-            "model's outputs close."
+            "model's outputs close. Without either, 'synthetic': inputs made from the model itself.",
+            show_default=False,
         ),
     ] = None,
     samples: Samples = 256,
@@ -83,6 +84,10 @@ def compress(
     followed, if the tensors' names match one. With a method, biases, norms and the first convolution stay
     raw and the classifier gets 4-bit codes. `factorpack plan` shows beforehand what the result would be.
 
+    Without data, --calibration synthetic makes some: for a network with batch norms, images of --image-size that
+    give every norm the statistics that it has stored; for a language model, texts of --length tokens that it
+    writes itself.
+
     A model that does not fit the GPU is calibrated with --stream: the weights of one block at a time are on
     it, and in memory. `factorpack plan --stream` shows beforehand how much of both that takes.
 
@@ -101,6 +106,9 @@ def compress(
 
         factorpack compress resnet18.safetensors -o small.safetensors --ratio 20
         --model torchvision.models:resnet18 --calibration images/
+
+        factorpack compress resnet18.safetensors -o small.safetensors --ratio 20
+        --model torchvision.models:resnet18 --calibration synthetic
 
         factorpack compress model.pt -o small.safetensors --rank 128 --latent-bits 3 --set tile=128
 
@@ -126,7 +134,7 @@ def compress(
         recipe,
         exclude or [],
         model,
-        calibration,
+        calibration_of(calibration, length, image_size),
         samples,
         length,
         image_size,
@@ -136,6 +144,8 @@ def compress(
     )
     request.check_outputs(output)
     request.check()
+    if not as_json:
+        request.advise()
     _run(request.with_recipe(quiet=as_json), output, as_json)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from factorpack.budget.planner import Planner
 from factorpack.budget.preview import Preview, plan
 from factorpack.calibration.model_folder import is_model_folder, open_folder
+from factorpack.calibration.synthetic import SYNTHETIC, Synthetic
 from factorpack.commands.console import print_line
 from factorpack.commands.method_options import MethodOptions
 from factorpack.compression import compress
@@ -30,6 +31,8 @@ from factorpack.tune.models import default_device, load_weights
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 """How the names of classes end that predict the next token."""
+MEASURED = "docs/results/synthetic.md"
+"""Where it stands what synthetic calibration gains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +48,8 @@ class CompressRequest:
     """As the user names it; `with_recipe` settles which one it is."""
     exclude: Sequence[str] = ()
     model: str | None = None
-    calibration: Path | None = None
-    """A folder of images, or a text file for a model that has a folder."""
+    calibration: Path | Synthetic | None = None
+    """A folder of images, a text file for a model that has a folder, or how inputs are made."""
     samples: int = 256
     length: int = 128
     """Tokens per text."""
@@ -55,6 +58,11 @@ class CompressRequest:
     engine: Engine | None = None
     stream: bool = False
     """Whether a folder's model is read block by block."""
+
+    @property
+    def data(self) -> Path | None:
+        """Calibration data on disk."""
+        return None if isinstance(self.calibration, Synthetic) else self.calibration
 
     @property
     def has_budget(self) -> bool:
@@ -100,9 +108,24 @@ class CompressRequest:
         """No file that is read may be written over."""
         for written in (output, self.curves):
             if written is not None:
-                check_output(written, self.source, self.calibration, recipe_file(self.recipe))
+                check_output(written, self.source, self.data, recipe_file(self.recipe))
         if self.curves is not None:
             check_output(output, self.curves)
+
+    def advise(self) -> None:
+        """Says what a model that has no calibration data could have."""
+        if self.calibration is None and self.has_budget and self.engine is None and self._has_model():
+            print_line(
+                "no calibration data: --calibration synthetic makes inputs from the model itself, usually for less "
+                f"divergence at the same size (measured: {MEASURED})"
+            )
+
+    def _has_model(self) -> bool:
+        """Whether a model is named, or its folder names one that writes texts."""
+        if self.model is not None or not is_model_folder(self.source):
+            return self.model is not None
+        folder = open_folder(self.source)
+        return folder.library == "transformers" and folder.architecture.endswith(_CAUSAL)
 
     def with_recipe(self, quiet: bool = False) -> CompressRequest:
         """The request with the recipe it will follow, by name; one that nobody named is announced."""
@@ -137,7 +160,7 @@ class CompressRequest:
             return self._write(path, progress)
 
         folder = open_folder(self.source)
-        inputs = (self.calibration, recipe_file(self.recipe))
+        inputs = (self.data, recipe_file(self.recipe))
         return resume_folder(output, folder, write, lambda: identify_run(folder, self, inputs=inputs))
 
     def _write(self, path: Path, progress: bool) -> Packed:
@@ -161,27 +184,30 @@ class CompressRequest:
             progress=progress,
         )
 
-    def _model_and_batches(self) -> tuple[Path | nn.Module, Iterable[Any] | None]:
-        """What is compressed, and what it is calibrated on: images, a text, or nothing."""
+    def _model_and_batches(self) -> tuple[Path | nn.Module, Iterable[Any] | Synthetic | None]:
+        """What is compressed, and what it is calibrated on: images, a text, inputs to be made, or nothing."""
         if self.model is None and self.calibration is None:
             return self.source, None
         if self.model is not None:
             net = load_weights(import_model(self.model), self.source).to(default_device())
-            if self.calibration is None:
-                return net, None
+            if self.calibration is None or isinstance(self.calibration, Synthetic):
+                return net, self.calibration
             return net, unlabelled_batches(self.calibration, self.samples, self.image_size)
         if not is_model_folder(self.source):
-            raise PlanError(
-                "--calibration runs the model on images: say what makes it with --model module:callable"
-            )
-        if self.stream:
-            return self.source, self._texts()
-        return from_pretrained(self.source).to(default_device()), self._texts()
+            raise PlanError("--calibration runs the model: say what makes it with --model module:callable")
+        texts = self._texts(self.calibration) if isinstance(self.calibration, Path) else self.calibration
+        return self.source if self.stream else from_pretrained(self.source).to(default_device()), texts
 
-    def _texts(self) -> Iterable[Any]:
+    def _texts(self, file: Path) -> Iterable[Any]:
         """A model that predicts the next token reads windows without a gap; any other reads line by line."""
-        assert self.calibration is not None
         folder = open_folder(self.source)
         batches = token_batches if folder.architecture.endswith(_CAUSAL) else line_batches
         at_once = 1 if self.stream else TEXTS_AT_ONCE  # the logits of several texts may not fit a GPU
-        return batches(self.calibration, tokenizer_of(folder), self.length, self.samples, at_once)
+        return batches(file, tokenizer_of(folder), self.length, self.samples, at_once)
+
+
+def calibration_of(given: str | None, length: int, image_size: int) -> Path | Synthetic | None:
+    """What --calibration names: data on disk, or inputs to be made. `./synthetic` is a path."""
+    if given == SYNTHETIC:
+        return Synthetic(image_size, length)
+    return None if given is None else Path(given)
