@@ -175,9 +175,7 @@ def test_what_says_nothing_of_its_inputs_is_refused(model: nn.Module, said: str)
     assert "give calibration data" in str(refusal.value)
 
 
-def test_words_and_settings_that_are_none() -> None:
-    with pytest.raises(fp.PlanError, match="'images/', expected batches of inputs or 'synthetic'"):
-        fp.compress(trained_net(), ratio=4, calibration="images/")
+def test_settings_and_sources_that_cannot_be() -> None:
     with pytest.raises(fp.PlanError, match="length is 1, expected at least 2"):
         Synthetic(length=1)
     with pytest.raises(fp.SourceError, match="calibration runs a model"):

@@ -47,11 +47,7 @@ class Synthetic:
 
 def read_calibration(given: Any) -> Any:
     """Calibration data as they are; the word "synthetic" becomes a `Synthetic`."""
-    if not isinstance(given, str):
-        return given
-    if given != SYNTHETIC:
-        raise PlanError(f"calibration is {given!r}, expected batches of inputs or {SYNTHETIC!r}")
-    return Synthetic()
+    return Synthetic() if isinstance(given, str) and given == SYNTHETIC else given
 
 
 def make_batches(model: nn.Module, settings: Synthetic, samples: int, progress: bool = True) -> list[Any]:
