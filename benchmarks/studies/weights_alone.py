@@ -15,6 +15,7 @@ import factorpack as fp
 from benchmarks.data import Images, centred, imagenet_val, normalized, pretrained
 from benchmarks.formatting import MODELS, RESULTS, format_source, format_table, load_result
 from benchmarks.measure import fidelity, predictions
+from benchmarks.training import device
 from factorpack.budget.goals import original_bytes
 from factorpack.comparison.nncodec import NNCodec
 from factorpack.source import open_source
@@ -65,8 +66,9 @@ class _Judge:
     """A model, and the comparison of other weights with its own."""
 
     def __init__(self, model: str) -> None:
-        self.net: nn.Module = pretrained(model).to(memory_format=torch.channels_last)
+        self.net: nn.Module = pretrained(model)
         self.original = {name: value.clone() for name, value in self.net.state_dict().items()}
+        self.net.to(device(), memory_format=torch.channels_last)
         self.prepare = PREPARE.get(model, normalized)
         self.images: Images = imagenet_val()
         self.reference: Tensor = self._predict(self.original)

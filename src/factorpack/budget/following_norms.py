@@ -33,7 +33,7 @@ class MeanOutput:
     def with_weight(self, weight: Tensor) -> Tensor:
         """The running mean with which the norm's output has the same mean although the weight changed."""
         change = _mean_output(_kernel_sums(weight), self.mean_inputs) - self.before
-        return (self.running_mean.double() + change.cpu()).to(self.running_mean.dtype)
+        return (self.running_mean.double() + change.to(self.running_mean.device)).to(self.running_mean.dtype)
 
 
 def explain_mean(weight: Tensor, bias: Tensor | None, running_mean: Tensor) -> MeanOutput | None:

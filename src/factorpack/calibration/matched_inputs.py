@@ -25,8 +25,8 @@ PHOTOGRAPH, SHRINKS_PHOTOGRAPHS = 224, 16
 """Side of an image for a network that makes maps by so much smaller than images."""
 PROBED_SIDE, LAST_PLACES = 64, 4
 """Side of the image that shows it, and of the last map for any other network: 32 for one that shrinks by 8."""
-AT_ONCE = 64
-"""Inputs whose statistics are matched together."""
+AT_ONCE, ON_A_CPU = 128, 64
+"""Inputs whose statistics are matched together: more are better, and take as much more memory."""
 RATE, LAST_SHARE = 0.1, 0.1
 """Learning rate of the first step, in standard deviations of the noise, and the last step's share of it."""
 FALL = 1.2
@@ -102,8 +102,9 @@ def make_matched_inputs(
         _measuring(model, norms) as mismatch,
     ):
         scale = _find_scale(mismatch, draw_noise(SCALED, shape, generator).to(device))
-        for start in range(0, samples, AT_ONCE):
-            noise = draw_noise(min(AT_ONCE, samples - start), shape, generator)
+        at_once = ON_A_CPU if device.type == "cpu" else AT_ONCE
+        for start in range(0, samples, at_once):
+            noise = draw_noise(min(at_once, samples - start), shape, generator)
             inputs = (scale * noise).to(device)
             for _ in _optimise(inputs, scale * RATE, mismatch, steps, generator):
                 bar.advance("", len(inputs))
