@@ -44,9 +44,12 @@ def run(model: str, qps: list[float], tuned_qps: list[float]) -> dict[str, Any]:
     return {"original_bytes": original_bytes(open_source(judge.net)), "fp32": judge.fp32, "rows": rows}
 
 
+def _is_stored(model: str) -> bool:
+    return (RESULTS / "weights_alone" / f"{model}.json").exists()
+
+
 def _stored(model: str) -> list[Row]:
-    exists = (RESULTS / "weights_alone" / f"{model}.json").exists()
-    rows: list[Row] = load_result("weights_alone", model)["result"]["rows"] if exists else []
+    rows: list[Row] = load_result("weights_alone", model)["result"]["rows"] if _is_stored(model) else []
     return rows
 
 
@@ -96,6 +99,8 @@ class _Judge:
 
 def tabulate(model: str) -> str:
     """One row per bitstream, the largest first."""
+    if not _is_stored(model):
+        return f"{TITLES[model]}: not measured yet.\n"
     document = load_result("weights_alone", model)
     result = document["result"]
     rows = sorted(result["rows"], key=lambda row: -row["nncodec"]["bytes"])
