@@ -15,6 +15,7 @@ import torch
 from benchmarks.formatting import MODELS, ROOT, load_result
 from benchmarks.studies.cifar import near
 from benchmarks.studies.compare import points_of
+from benchmarks.studies.weights_alone import peer_points
 from factorpack import QSPCA
 from factorpack.comparison.figure import pareto as pareto_of_all
 from factorpack.weight import Weight
@@ -179,12 +180,13 @@ def compared(suffix: str, label: str, limits: tuple[float, float]) -> plt.Figure
     figure, panes = plt.subplots(1, 2, figsize=(10.4, 5.2), sharey=True)
     for axes, (model, title) in zip(panes, MODELS.items(), strict=True):
         points, original = points_of(model + suffix)
-        pareto_of_all(points, original["top1"], axes)
+        peers = [] if suffix else peer_points(model)
+        pareto_of_all([*points, *peers], original["top1"], axes)
         axes.set(title=title)
     panes[0].set(ylabel=label, ylim=limits)
     panes[1].set(ylabel="")
     figure.legend(
-        *panes[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="lower center", ncols=5
+        *panes[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="lower center", ncols=6
     )
     return figure
 

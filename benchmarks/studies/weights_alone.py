@@ -17,6 +17,7 @@ from benchmarks.formatting import MODELS, RESULTS, format_source, format_table, 
 from benchmarks.measure import fidelity, predictions
 from benchmarks.training import device
 from factorpack.budget.goals import original_bytes
+from factorpack.comparison import Point
 from factorpack.comparison.nncodec import NNCodec
 from factorpack.source import open_source
 
@@ -134,4 +135,51 @@ def _line(row: Row, original: int) -> list[str]:
     ]
 
 
+def _frontier(model: str) -> list[Row]:
+    """NNCodec's points that none of its others beats in bytes and in top-1, the largest first."""
+    best: list[Row] = []
+    for row in sorted(_stored(model), key=lambda row: row["nncodec"]["bytes"]):
+        if not best or row["nncodec"]["top1"] > best[-1]["nncodec"]["top1"]:
+            best.append(row)
+    return best[::-1]
+
+
+def peer_points(model: str) -> list[Point]:
+    """NNCodec's frontier, as a comparison has it."""
+    if not _is_stored(model):
+        return []
+    original = load_result("weights_alone", model)["result"]["original_bytes"]
+    return [
+        Point(
+            "nncodec",
+            0.0,
+            f"qp {row['qp']:g}",
+            "stored",
+            row["nncodec"]["bytes"],
+            original / row["nncodec"]["bytes"],
+            measured={"top1": row["nncodec"]["top1"] / 100},
+            version=row["version"],
+        )
+        for row in _frontier(model)
+    ]
+
+
+def tabulate_headline() -> str:
+    """Both at the bytes of NNCodec's frontier, with at least half of FP32's top-1."""
+    documents = {model: load_result("weights_alone", model) for model in TITLES if _is_stored(model)}
+    lines, versions = [], set()
+    for model, document in documents.items():
+        result = document["result"]
+        versions |= {row["version"] for row in result["rows"]}
+        rows = [row for row in _frontier(model) if row["nncodec"]["top1"] > result["fp32"] / 2]
+        sizes = [f"{result['original_bytes'] / row['nncodec']['bytes']:.1f}x" for row in rows]
+        scores = [[f"{row[who]['top1']:.1f}" for row in rows] for who in ("factorpack", "nncodec")]
+        name = f"{TITLES[model]} (FP32 {result['fp32']:.1f})"
+        lines.append([name, *(", ".join(each) for each in (sizes, *scores))])
+    peer = f"NNCodec {', '.join(sorted(versions))}, top-1"
+    head = ["from the weights alone", "times smaller", "factorpack, top-1", peer]
+    return f"{format_table(head, lines)}\n{format_source(*documents.values())}"
+
+
 TABLES = {f"weights-alone-{model}": partial(tabulate, model) for model in TITLES}
+TABLES["weights-alone-headline"] = tabulate_headline

@@ -37,7 +37,7 @@ def pareto(points: Sequence[Point], original: float | None, axes: Any = None) ->
         where = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
         axes.annotate(f"original {100 * original:.1f}", (1.0, 100 * original), fontsize=8, color=INK, **where)
     axes.set(xlabel="times smaller than FP32, bytes on disk", ylabel="top-1, %", xscale="log")
-    ticks = sorted({point.asked_ratio for point in points})
+    ticks = sorted({point.asked_ratio for point in points if point.asked_ratio})
     axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
     axes.minorticks_off()
     for side in ("top", "right"):

@@ -15,6 +15,7 @@ class Point:
 
     method: str
     asked_ratio: float
+    """0 if it was not made for a ratio."""
     settings: str
     file: str | None = None
     file_bytes: int = 0
