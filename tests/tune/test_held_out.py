@@ -113,21 +113,35 @@ def test_the_result_is_what_was_measured(teacher: nn.Module | None) -> None:
     assert tuned.start == pytest.approx(loss_of(start, batches[-1:], teacher), rel=1e-5)
 
 
-def test_the_best_epoch_is_kept_when_later_ones_are_worse() -> None:
-    """The loss on the held-out labels turns round after two epochs."""
+class BreakOff(Exception):
+    pass
+
+
+def test_the_best_epoch_is_kept_when_later_ones_are_worse(tmp_path: Path) -> None:
+    """The loss turns round after two epochs of 7 steps; a run that broke off after that knows the best one."""
     batches = list(loader(64))
-    steps = 0
+    steps, last = 0, 100
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
         nonlocal steps
         steps += torch.is_grad_enabled()
+        if steps == last:
+            raise BreakOff
         turned = steps > 2 * 7 and torch.is_grad_enabled()
         return cross_entropy(logits, labels) * (-100 if turned else 1)  # more than Adam's momentum
 
-    packed = tune(fp.Schedule(epochs=6, learning_rate=1e-2), batches, loss=loss)
+    schedule = fp.Schedule(epochs=6, learning_rate=1e-2)
+    packed = tune(schedule, batches, loss=loss)
     assert packed.tuned is not None
     assert (packed.tuned.epoch, packed.tuned.epochs) == (2, 6)
     assert packed.tuned.end == pytest.approx(loss_of(packed, batches[-1:]), rel=1e-5)
+    steps, last = 0, 25
+    settings: dict[str, Any] = {"loss": loss, "checkpoint": tmp_path / "run", "checkpoint_every": 8}
+    with pytest.raises(BreakOff):
+        tune(schedule, batches, **settings)
+    resumed = tune(schedule, batches, **settings)
+    assert resumed.tuned == packed.tuned
+    assert_same_packed(resumed, packed)
 
 
 @pytest.mark.parametrize("rate", [3.0, 1e30])
@@ -241,11 +255,13 @@ def test_without_the_original_the_file_itself_is_planned() -> None:
     net = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
     given = fp.compress(wide(), fp.Scalar(6), progress=False).load_into(wide())
     start = fp.compress(given, ratio=RATIO, calibration=BATCHES[:-1], progress=False)
-    found = shrink(teacher=net)
+    found = shrink(learning_rate=1e-2, teacher=net)
     assert found.tuned is not None
     with torch.no_grad():
         before = distillation(start.load_into(wide())(BATCHES[-1]), net(BATCHES[-1])).item()
     assert found.tuned.start == pytest.approx(before, rel=1e-4)
+    assert found.tuned.end < 0.9 * found.tuned.start
+    assert file_bytes(found, found.aliases) <= found.size().original_bytes / RATIO  # much has changed
 
 
 def test_a_file_that_is_small_enough_is_trained_as_it_is() -> None:
@@ -265,10 +281,6 @@ def test_a_plan_needs_inputs_to_measure_on() -> None:
             Endless(),
             schedule=fp.Schedule(target_ratio=5.0),
         )
-
-
-class BreakOff(Exception):
-    pass
 
 
 def test_a_planned_run_that_broke_off_ends_in_the_same_bytes(
