@@ -24,6 +24,7 @@ LONG = fp.Schedule(epochs=6, learning_rate=1e-3)
 HUGE = fp.Schedule(epochs=3, learning_rate=3.0)
 NOTHING = "training did not help: the start is kept"
 RATIO = 9.0
+PATHS = fp.SecondOrder(step=0.1, trellis=8, try_plain=False)
 
 
 def assert_same_packed(found: fp.Packed, expected: fp.Packed) -> None:
@@ -189,12 +190,65 @@ def test_the_user_s_own_held_out_inputs_and_no_labels() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"shrink_by": "luck"}, {"held_out_share": 0.9}, {"held_out_share": "few"}, {"patience": 0}],
+    [
+        {"codes": "cold"},
+        {"codes": "frozen", "rate": 1.0},
+        {"shrink_by": "luck"},
+        {"held_out_share": 0.9},
+        {"held_out_share": "few"},
+        {"patience": 0},
+    ],
     ids=str,
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(fp.PlanError, match=next(iter(settings))):
         fp.Schedule(**settings)
+
+
+# -- frozen codes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method",
+    [METHOD, fp.Scalar(4), fp.methods.LSQ(3), fp.methods.TTQ(0.1), PATHS],
+    ids=["qspca", "scalar", "lsq", "ttq", "trellis"],
+)
+def test_frozen_codes_stay_and_their_scales_learn(method: Any, tmp_path: Path) -> None:
+    """At any learning rate, and along a trellis too: the file is read back as it was measured."""
+    batches = list(loader(64))
+    before, packed = (fp.compress(perceptron(), method, progress=False) for _ in range(2))
+    assert any(each.trellis for each in before.values()) == isinstance(method, fp.SecondOrder)
+    schedule = fp.Schedule(epochs=4, learning_rate=3e-2, codes="frozen")
+    fp.finetune(packed, perceptron(), batches, schedule=schedule, progress=False)
+    coded = [name for name in before if before[name].bits]
+    for name in coded:
+        for part in before[name].bits:
+            assert torch.equal(packed[name].parts[part], before[name].parts[part])
+    assert any(
+        not torch.equal(packed[name].parts[part], before[name].parts[part])
+        for name in coded
+        for part in set(before[name].parts) - set(before[name].bits)
+    )
+    assert not torch.equal(packed["0.bias"].parts["values"], before["0.bias"].parts["values"])
+    fp.save(packed, tmp_path / "net")
+    assert packed.tuned is not None
+    assert packed.tuned.end < packed.tuned.start
+    assert loss_of(fp.load(tmp_path / "net"), batches[-1:]) == pytest.approx(packed.tuned.end, rel=1e-5)
+
+
+def test_rates_are_relative_where_codes_are_frozen() -> None:
+    """A bias a thousand times larger moves a thousand times as far."""
+    moved = []
+    for size in (1.0, 1000.0):
+        net = nn.Sequential(nn.Linear(16, 4))
+        with_weights(net)[0].bias.data *= size  # type: ignore[operator, union-attr]
+        packed = fp.compress(net, fp.Scalar(4), progress=False)
+        schedule = fp.Schedule(epochs=1, learning_rate=1e-3, codes="frozen", held_out_share=0.0)
+        arguments: dict[str, Any] = {"schedule": schedule, "loss": lambda logits, _: logits.sum()}
+        first = packed["0.bias"].parts["values"]
+        fp.finetune(packed, net, list(loader()), progress=False, **arguments)
+        moved.append((first - packed["0.bias"].parts["values"]).mean().item())
+    assert moved[1] == pytest.approx(1000 * moved[0], rel=1e-3)
 
 
 # -- a target size -----------------------------------------------------------------------------------

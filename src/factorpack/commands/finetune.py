@@ -127,6 +127,13 @@ def finetune(
     batch_norm: Annotated[
         str | None, typer.Option(help="'train', or 'frozen' for few images. Default: train.")
     ] = None,
+    codes: Annotated[
+        str | None,
+        typer.Option(
+            help="'trained', or 'frozen', which keeps them and trains scales, norms and biases: for few images. "
+            "Default: trained; frozen after planning."
+        ),
+    ] = None,
     teacher_share: Annotated[
         float | None, typer.Option(help="With --teacher, how much of the loss is distillation. Default: 1.")
     ] = None,
@@ -184,6 +191,7 @@ def finetune(
         "epochs": epochs,
         "learning_rate": learning_rate,
         "batch_norm": batch_norm,
+        "codes": codes,
         "teacher_share": teacher_share,
         "mixed_precision": mixed_precision,
         "seed": seed,

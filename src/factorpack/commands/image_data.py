@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from factorpack.budget.planner import Planner
 from factorpack.tune.accuracy import Accuracy
-from factorpack.tune.held_out import even_places, split_places
+from factorpack.tune.held_out import PLANNED_INPUTS, even_places, split_places
 from factorpack.tune.images import ImageFolder, image_folder, loader
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ class ImageData:
         """Images of train/, or of the folder itself, without those that are held out."""
         images = ImageFolder(image_folder(self.folder, "train"), self.image_size)
         rest, held = split_places(len(images), held_out_share, self.batch_size)
-        count = min(len(rest), Planner().samples)
+        count = min(len(rest), PLANNED_INPUTS)
         some = [rest[place] for place in even_places(len(rest), count)]
         return TrainingImages(
             loader(images.part(rest, augment=True), self.batch_size, self.workers, shuffle=True),

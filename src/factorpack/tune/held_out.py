@@ -1,4 +1,4 @@
-"""Inputs that are held out of training, to measure on."""
+"""Which inputs are held out of training, to measure on."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ from torch.utils.data import (
 from factorpack.tune.checkpoint import random_state, restore_random_state
 
 MOST_INPUTS = 1000
+PLANNED_INPUTS = 1000
+"""Training inputs that a start is planned on, more than a budget takes by default: a plan fits its own inputs
+much more closely than others."""
 
 
 def hold_out(batches: Iterable[Any], share: float, seed: int) -> tuple[Iterable[Any], list[Any]]:

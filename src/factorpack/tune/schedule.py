@@ -32,6 +32,9 @@ class Schedule:
     weight_decay: float = 0.0
     batch_norm: Literal["train", "frozen"] = "train"
     """"train" uses and updates batch statistics; "frozen" keeps the running ones, better for few images."""
+    codes: Literal["trained", "frozen"] = "trained"
+    """"frozen" keeps the codes, and so the size, and trains scales, norms and biases, with learning rates
+    relative to each tensor's RMS: better for few inputs, and the only way to train codes along a trellis."""
     teacher_share: float = 1.0
     """With a teacher: the distillation share of the loss; the rest is the loss on the labels."""
     temperature: float = 1.0
@@ -43,7 +46,7 @@ class Schedule:
     """Above 0: the file must be at least this many times smaller than FP32."""
     shrink_by: Literal["planning", "training"] = "planning"
     """How a larger file gets to `target_ratio`. "planning" plans that size anew and trains from there, with
-    batch norms frozen. "training" adjusts `rate` (its start value) until the codes are short enough, for a
+    batch norms and codes frozen. "training" adjusts `rate` (its start value) until the codes are short enough, for a
     real training set: with few inputs or steps it destroys the model. After a few hundred steps the file is
     rarely more than one percent smaller than required, unless it was from the start; codes are not
     lengthened to fill the budget."""
@@ -64,6 +67,10 @@ class Schedule:
                 f"epochs {self.epochs}, learning_rate {self.learning_rate}, final_share {self.final_share}: "
                 "expected at least 1, above 0, and from 0 to 1"
             )
+        if self.codes not in ("trained", "frozen"):
+            raise PlanError(f"codes is {self.codes!r}, allowed are 'trained' and 'frozen'")
+        if self.codes == "frozen" and self.trains_for_size:
+            raise PlanError("codes is 'frozen', and training for size (rate, shrink_by) makes codes shorter")
         if self.batch_norm not in ("train", "frozen"):
             raise PlanError(f"batch_norm is {self.batch_norm!r}, allowed are 'train' and 'frozen'")
         if not 0 <= self.teacher_share <= 1 or not self.temperature > 0 or not self.weight_decay >= 0:

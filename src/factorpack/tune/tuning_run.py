@@ -65,8 +65,10 @@ class Run:
         if objective.teacher is not None:
             objective.teacher.to(self.accelerator.device)
         self.plan = self._plan(packed, model, data.calibration, schedule)
-        # A plan folds norms, which leaves no statistics to train.
-        self.schedule = schedule if self.plan is None else replace(schedule, batch_norm="frozen")
+        # A plan folds norms, which leaves no statistics to train; moving its codes has not helped.
+        if self.plan is not None:
+            schedule = replace(schedule, batch_norm="frozen", codes="frozen")
+        self.schedule = schedule
         self._prepare(packed if self.plan is None else from_bytes(self.plan), model, data.batches)
 
     def _fingerprint(self, packed: Packed, schedule: Schedule) -> str:
@@ -106,9 +108,8 @@ class Run:
         self.packed = Packed(dict(packed), packed.aliases)
         # What is measured is what a file would load, in a model that is not being trained.
         self.measured = copy.deepcopy(model).to(self.accelerator.device) if self.held_out else None
-        tuned = PackedModel(packed, model)
-        trained = [parameter for parameter in tuned.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.Adam(trained, lr=schedule.learning_rate, weight_decay=schedule.weight_decay)
+        tuned = PackedModel(packed, model, frozen=schedule.codes == "frozen")
+        optimizer = _make_optimizer(tuned, schedule)
         self.tuned_model, self.optimizer = self.accelerator.prepare(tuned, optimizer)
         shared = self.accelerator.num_processes > 1 and isinstance(batches, DataLoader)
         # With one process the loader is used directly: accelerate's prefetches a batch, which a resumed run
@@ -118,18 +119,18 @@ class Run:
         self.epoch_random: dict[str, Any] | None = None
         self.step_random: dict[str, Any] | None = None
         self.best: Best | None = None
-        self.steering = self._make_steering() if schedule.rate or schedule.target_ratio else None
+        self.budget = budget_for(self.packed, schedule.target_ratio, self.finish)
+        steers = (schedule.rate or schedule.target_ratio) and schedule.codes == "trained"
+        self.steering = self._make_steering() if steers else None
 
     def _make_steering(self) -> Steering:
-        budget = budget_for(self.packed, self.schedule.target_ratio, self.finish)
-
-        def measure() -> int:
-            packed = self.result()
-            return file_bytes(packed, packed.aliases)
-
         holds = not self.schedule.trains_for_size
-        curvature = self._adam_curvature
-        return Steering(self.unwrapped(), self.schedule, self.steps, budget, measure, curvature, holds)
+        settings = (self.schedule, self.steps, self.budget, self._measure_bytes, self._adam_curvature)
+        return Steering(self.unwrapped(), *settings, holds)
+
+    def _measure_bytes(self) -> int:
+        packed = self.result()
+        return file_bytes(packed, packed.aliases)
 
     def result(self) -> Packed:
         """The packed model as it would be saved now."""
@@ -192,7 +193,10 @@ class Run:
         """Measures the state after an epoch, where it is within its size."""
         if self.best is None:
             return
-        fits = self.steering is None or self.steering.fit()
+        if self.steering is not None:
+            fits = self.steering.fit()
+        else:
+            fits = not self.budget or self._measure_bytes() <= self.budget
         found = self.result()
         self.best.offer(epoch, self._measure(found) if fits else math.inf, found)
 
@@ -234,7 +238,7 @@ class Run:
         if self.steering is not None:
             self.steering.before_step(done)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule.learning_rate * self.schedule.decay(done, self.steps)
+            group["lr"] = group["first_lr"] * self.schedule.decay(done, self.steps)
         with self.accelerator.autocast():
             logits = self.tuned_model(inputs)
             loss = self.objective(logits, inputs, labels)
@@ -291,6 +295,16 @@ class Run:
         restore_random_state(state)
         for generator, saved in zip(self.generators, state["generators"], strict=True):
             generator.set_state(saved)
+
+
+def _make_optimizer(model: PackedModel, schedule: Schedule) -> torch.optim.Adam:
+    """Adam; where codes are frozen, with rates relative to the size of what they move."""
+    rate = schedule.learning_rate
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": trained, "first_lr": rate}]
+    if schedule.codes == "frozen":
+        groups = [{"params": [each], "first_lr": unit * rate} for each, unit in model.relative_units()]
+    return torch.optim.Adam(groups, lr=rate, weight_decay=schedule.weight_decay)
 
 
 def _hits(logits: Tensor, labels: Tensor | None) -> Tensor | None:
