@@ -39,7 +39,7 @@ def tune(folder: Path) -> None:
     packed, verb = fp.load(folder / "start.safetensors"), "resumes" if state.exists() else "starts"
     print(f"{verb}: {packed.size().file_ratio:.1f} times smaller", flush=True)
     batches = DataLoader(TensorDataset(*train), batch_size=64, shuffle=True)
-    schedule = fp.Schedule(epochs=3, learning_rate=3e-3, target_ratio=RATIO)
+    schedule = fp.Schedule(epochs=3, learning_rate=3e-3, target_ratio=RATIO, shrink_by="training")
     fp.finetune(packed, net(), batches, schedule=schedule, checkpoint=state, checkpoint_every=20)
     fp.save(packed, folder / "tuned.safetensors")
     score, ratio = accuracy(packed.load_into(net()), test), packed.size().file_ratio

@@ -155,7 +155,11 @@ def _tune(folder: Path, end_at: int = 0) -> bytes:
 
     net = perceptron()
     packed = fp.compress(net, METHOD, progress=False)
-    settings: dict[str, Any] = {"schedule": fp.Schedule(epochs=2), "checkpoint_every": 2, "progress": False}
+    settings: dict[str, Any] = {
+        "schedule": fp.Schedule(epochs=2, held_out_share=0.0),
+        "checkpoint_every": 2,
+        "progress": False,
+    }
     fp.finetune(packed, net, loader(), loss=loss, checkpoint=folder / "run.checkpoint", **settings)
     fp.save(packed, folder / "out")
     return (folder / "out").read_bytes()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from benchmarks.training import Augmented, Case, cifar_net, device, run_parallel
 from factorpack.budget.planner import Planner
 from factorpack.comparison import Grid, Point
 from factorpack.comparison.baselines import select_methods
-from factorpack.tune.schedule import Schedule
+from factorpack.comparison.grid import ON_ALL
 
 BATCH = 50
 
@@ -78,7 +78,7 @@ def _case(
         batches,
         partial(_measured, model=model, fp32_epochs=fp32_epochs),
         train,
-        Schedule(**settings),
+        replace(ON_ALL, **settings),
         Planner(samples=samples),
         progress=False,
     ).run()

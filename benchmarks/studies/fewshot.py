@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -21,6 +23,8 @@ from factorpack.methods import METHODS, from_fields
 from factorpack.methods.codeword_tiles import Regime, tile_of
 
 HELD_OUT = 200
+MEASURED = 125
+"""Training images on which a planned file is measured while it is trained, an eighth of all."""
 SHOWN = 64
 """Images for methods that look at inputs, unless their `samples` says otherwise."""
 
@@ -34,10 +38,51 @@ def run(
 ) -> dict[str, Any]:
     """`measure_on` "train" keeps 200 of the 1,000 images out of training and measures on those.
 
-    A method with `permute` gets the model with its channels in another order, as PQF does.
+    A method with `permute` gets the model with its channels in another order, as PQF does. A method "plan" is
+    the plan for its `ratio`; the result also has what was measured while it was trained.
     """
     cases = [case_of(method, schedule) for method in methods]
-    return {"rows": run_parallel(partial(_one, model=model, measure_on=measure_on), cases, workers)}
+    planned = methods[0]["method"] == "plan"
+    work = _one_plan if planned else partial(_one, measure_on=measure_on)
+    return {"rows": run_parallel(partial(work, model=model), cases, workers)}
+
+
+def _one_plan(case: dict[str, Any], model: str) -> dict[str, Any]:
+    """A plan from 875 unlabelled images, trained on them; 125 others say which epoch was best."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    pixels, labels = shuffled(imagenet_train(256))
+    centres = pixels[:, :, 16:240, 16:240]
+    held, reference_net = imagenet_val(), pretrained(model).to(device())
+    reference = predictions(reference_net, held[0], 250)
+    settings, fields = dict(case["schedule"]), dict(case["method"])
+    batch = settings.pop("batch", 50)
+    calibration = [normalized(part.to(device())) for part in centres[:-MEASURED].split(SHOWN)]
+    planner = fp.Planner(samples=len(pixels) - MEASURED, trellis=fields.get("trellis", 0))
+    packed = fp.compress(
+        reference_net, ratio=fields["ratio"], calibration=calibration, planner=planner, progress=False
+    )
+    before = fidelity(predictions(_loaded(packed, model), held[0], 250), reference, held[1])
+    if fields.get("blocks", 0):
+        fp.tune.reconstruct(packed, reference_net, calibration, steps=fields["blocks"], progress=False)
+    # Frozen codes keep their size; those that are trained are held to it.
+    target = fields["ratio"] if settings.get("codes") != "frozen" else 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that nothing helped is in the result
+        fp.finetune(
+            packed,
+            pretrained(model).to(device()),
+            Augmented((pixels[:-MEASURED], labels[:-MEASURED]), batch, crop=224),
+            teacher=reference_net,
+            schedule=fp.Schedule(target_ratio=target, **settings),
+            held_out=[normalized(part.to(device())) for part in centres[-MEASURED:].split(SHOWN)],
+            progress=False,
+        )
+    assert packed.tuned is not None
+    tuned = asdict(packed.tuned)
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = reloaded(packed, folder)
+        after = fidelity(predictions(_loaded(loaded, model), held[0], 250), reference, held[1])
+        return {**case, "before": before, "tuned": tuned, **after, "file_ratio": loaded.size().file_ratio}
 
 
 def _one(case: dict[str, Any], model: str, measure_on: str) -> dict[str, Any]:

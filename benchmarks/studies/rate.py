@@ -73,7 +73,7 @@ def _one(case: Case, model: str, seed: int, fp32_epochs: int, train_images: int)
         copy.deepcopy(net),
         batches,
         teacher=net,
-        schedule=fp.Schedule(seed=seed, **settings),
+        schedule=fp.Schedule(seed=seed, shrink_by="training", **settings),
         finish=partial(_folded, model=net),
         progress=False,
     )

@@ -26,6 +26,7 @@ from factorpack.size import SizeReport, size_report
 
 if TYPE_CHECKING:
     from factorpack.budget.curves import Curve
+    from factorpack.tune.best import Tuned
 
 
 class Packed(Mapping[str, Encoded]):
@@ -48,6 +49,8 @@ class Packed(Mapping[str, Encoded]):
         self._streams = streams  # what was encoded to measure the file is not encoded again
         self.curves: Mapping[str, Curve] = {}
         """Rate-distortion curves of the weights, where a budget was planned on them just now."""
+        self.tuned: Tuned | None = None
+        """What fine-tuning did on held-out inputs, where it was done just now."""
 
     def __getitem__(self, name: str) -> Encoded:
         return self._tensors[self.aliases.get(name, name)]

@@ -22,6 +22,8 @@ from tests.tune.small_net import build, state_in
 RECIPES = sorted((Path(__file__).parents[2] / "recipes" / "paper").glob("*.toml"))
 ACCURACY = {"top1", "top5", "samples", "samples_per_s"}
 
+ON_ALL = ["--held-out-share", 0]
+
 RECIPE = """
 [default]
 method = "qspca"
@@ -34,6 +36,7 @@ solver = { steps = 3, stop = "validation", threshold = "one-shot", samples = 8 }
 [finetune]
 epochs = 2
 learning_rate = 1e-2
+held_out_share = 0.0
 """
 
 
@@ -45,9 +48,10 @@ def recipe(tmp_path: Path) -> Path:
 
 def test_finetune_trains_a_packed_file(tmp_path: Path, data: Path, packed: Path) -> None:
     output, stored = tmp_path / "tuned.safetensors", packed.read_bytes()
-    options = ["-o", output, "--epochs", 2, "--learning-rate", 1e-2]
+    options = ["-o", output, "--epochs", 2, "--learning-rate", 1e-2, *ON_ALL]
     found = json.loads(ok("finetune", packed, *reading(data), *options, "--json"))
-    assert set(found) == {"path", "file_bytes", "file_ratio", "accuracy"}
+    assert set(found) == {"path", "file_bytes", "file_ratio", "accuracy", "held_out"}
+    assert found["held_out"] is None
     assert set(found["accuracy"]) == ACCURACY
     assert found["path"] == str(output)
     assert found["file_bytes"] == output.stat().st_size
@@ -83,10 +87,13 @@ def test_options_count_before_the_recipe(
     assert fp.load(output)["norm.num_batches_tracked"].parts["values"].item() == batches
 
 
-@pytest.mark.parametrize("option", [["--rate", 100.0], ["--target-ratio", 1.6]], ids=str)
+@pytest.mark.parametrize(
+    "option", [["--rate", 100.0], ["--target-ratio", 1.6, "--shrink-by", "training"]], ids=str
+)
 def test_finetune_trains_for_size(tmp_path: Path, data: Path, packed: Path, option: list[object]) -> None:
     """A file this small is mostly header: what can fall falls, and is told as the file's."""
-    output, common = tmp_path / "tuned.safetensors", ["--epochs", 6, "--learning-rate", 1e-2, "--json"]
+    output = tmp_path / "tuned.safetensors"
+    common = ["--epochs", 6, "--learning-rate", 1e-2, "--json", *ON_ALL]
     plain = json.loads(ok("finetune", packed, *reading(data), "-o", output, *common))
     short = json.loads(ok("finetune", packed, *reading(data), "-o", output, *common, *option))
     assert short["file_bytes"] < plain["file_bytes"]
@@ -95,8 +102,26 @@ def test_finetune_trains_for_size(tmp_path: Path, data: Path, packed: Path, opti
         assert short["file_ratio"] >= 1.6
 
 
+def test_what_happened_on_held_out_images_is_said(
+    tmp_path: Path, data: Path, packed: Path, plain: Path
+) -> None:
+    """A larger file is planned anew from the teacher; no training is better than one that harms."""
+    output = tmp_path / "tuned.safetensors"
+    common = ["finetune", packed, *reading(data), "-o", output, "--epochs", 2]
+    text = ok(*common, "--learning-rate", 1e-2)
+    assert re.search(r"\nloss \S+ -> \S+ on 2 held-out inputs, best after epoch [12] of 2\n", text)
+    options = ["--teacher", plain, "--target-ratio", 3, "--learning-rate", 5.0, "--json"]
+    with pytest.warns(UserWarning, match="training did not help: the start is kept, its divergence"):
+        found = json.loads(ok(*common, *options))
+    assert found["file_ratio"] >= 3
+    assert fp.load(output)["norm.running_var"].kind == "constant"
+    held_out = found["held_out"]
+    assert (held_out["inputs"], held_out["epoch"], held_out["is_divergence"]) == (2, 0, True)
+    assert held_out["end"] == held_out["start"]
+
+
 def test_without_val_images_there_is_no_accuracy(tmp_path: Path, data: Path, packed: Path) -> None:
-    options = [*reading(data / "train"), "-o", tmp_path / "tuned.safetensors", "--epochs", 1]
+    options = [*reading(data / "train"), "-o", tmp_path / "tuned.safetensors", "--epochs", 1, *ON_ALL]
     assert json.loads(ok("finetune", packed, *options, "--json"))["accuracy"] is None
     assert "top-1" not in ok("finetune", packed, *options)
 
@@ -109,7 +134,7 @@ def test_the_same_command_gives_the_same_file(tmp_path: Path, data: Path, plain:
 
 
 def test_a_teacher_changes_the_run(tmp_path: Path, data: Path, packed: Path, plain: Path) -> None:
-    common = ["finetune", packed, *reading(data), "--epochs", 1, "--learning-rate", 1e-2]
+    common = ["finetune", packed, *reading(data), "--epochs", 1, "--learning-rate", 1e-2, *ON_ALL]
     ok(*common, "-o", tmp_path / "labels.safetensors")
     ok(*common, "-o", tmp_path / "teacher.safetensors", "--teacher", plain)
     ok(*common, "-o", tmp_path / "none.safetensors", "--teacher", plain, "--teacher-share", 0)

@@ -23,6 +23,8 @@ from tests.tune.small_net import METHOD, Shaken, perceptron
 
 EPOCHS, STEPS = 2, 10
 KILLED = -signal.SIGKILL
+HELD_OUT = "held out"
+"""The run that measures on some of its inputs; the loss of these counts as a step."""
 
 
 def own_generator(workers: int = 0) -> DataLoader[Any]:
@@ -40,8 +42,9 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "own generator": own_generator,
     "worker": lambda: own_generator(workers=1),
     "in order": lambda: DataLoader(Shaken(20), batch_size=4),
+    HELD_OUT: lambda: DataLoader(Shaken(20), batch_size=4, shuffle=True),
 }
-EVERY = {"shuffled": [1, 2, 5, 7], "own generator": [2, 7], "worker": [2], "in order": [1, 5]}
+EVERY = {"shuffled": [1, 2, 5, 7], "own generator": [2, 7], "worker": [2], "in order": [1, 5], HELD_OUT: [3]}
 
 
 def tune(
@@ -61,7 +64,8 @@ def tune(
 
     if where == "save" and die_at is not None:
         os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    schedule = fp.Schedule(epochs=EPOCHS, learning_rate=1e-2, seed=5)
+    share = 0.125 if HELD_OUT in path.name else 0.0
+    schedule = fp.Schedule(epochs=EPOCHS, learning_rate=1e-2, seed=5, held_out_share=share)
     fp.finetune(
         packed,
         net,

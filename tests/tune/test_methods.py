@@ -37,7 +37,7 @@ def loss(packed: fp.Packed) -> float:
 def tuned(method: Method, **settings: float) -> tuple[fp.Packed, fp.Packed]:
     """Before and after; both layers get the method, whatever the habits say."""
     before, after = (fp.compress(perceptron(), method, layers={"*.weight": method}) for _ in range(2))
-    schedule = fp.Schedule(epochs=6, learning_rate=1e-2, **settings)  # type: ignore[arg-type]
+    schedule = fp.Schedule(epochs=6, learning_rate=1e-2, held_out_share=0.0, **settings)  # type: ignore[arg-type]
     fp.finetune(after, perceptron(), loader(), schedule=schedule, progress=False)
     return before, after
 

@@ -49,6 +49,7 @@ def data(count: int = 320) -> DataLoader[tuple[Tensor, ...]]:
 def tune(schedule: fp.Schedule, method: Any = SCALAR, width: int = 256, **settings: Any) -> Packed:
     net = wide(width)
     packed = fp.compress(net, method, progress=False)
+    schedule = replace(schedule, shrink_by="training", held_out_share=0.0)
     return fp.finetune(packed, net, data(), schedule=schedule, progress=False, **settings)
 
 

@@ -8,6 +8,7 @@ import os
 import pickle
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import factorpack as fp
 from factorpack.format.checked_file import write_checked
 from factorpack.tune.accuracy import evaluate
 from factorpack.tune.checkpoint import load_checkpoint, random_state, restore_random_state
-from factorpack.tune.training import distillation
+from factorpack.tune.objective import distillation
 from tests.forking import run_forked
 from tests.helpers import assert_close, assert_same_encoded, assert_same_tensor, flipped, seeded
 from tests.tune.small_net import (
@@ -37,7 +38,9 @@ from tests.tune.small_net import (
 from tests.tune.two_processes import tuned
 
 ROOT = Path(__file__).parents[2]
-FAST = fp.Schedule(epochs=2, learning_rate=1e-2)
+on_all = partial(fp.Schedule, held_out_share=0.0)
+"""A schedule that trains on all inputs and ends with the last state."""
+FAST = on_all(epochs=2, learning_rate=1e-2)
 
 
 def tune(
@@ -96,7 +99,7 @@ def test_the_packed_model_is_updated_in_place(tmp_path: Path) -> None:
 
 def test_accuracy_after_saving_and_loading_is_what_was_measured(tmp_path: Path) -> None:
     batches = loader(64)
-    packed = tune(fp.Schedule(epochs=5, learning_rate=1e-2), batches=batches)
+    packed = tune(on_all(epochs=5, learning_rate=1e-2), batches=batches)
     measured = evaluate(packed.load_into(perceptron()), batches, progress=False)
     fp.save(packed, tmp_path / "net.safetensors")
     net = fp.load(tmp_path / "net.safetensors").load_into(perceptron()).eval()
@@ -113,7 +116,7 @@ def test_the_same_run_twice() -> None:
         tune(batches=loader(shuffle=True), net=perceptron(drop=0.3)),
         tune(batches=loader(shuffle=True), net=perceptron(drop=0.3)),
     )
-    other = fp.Schedule(epochs=2, learning_rate=1e-2, seed=1)
+    other = on_all(epochs=2, learning_rate=1e-2, seed=1)
     assert differs(tune(batches=loader(shuffle=True)), tune(other, batches=loader(shuffle=True)))
 
 
@@ -149,7 +152,7 @@ def test_the_rate_is_half_a_cosine(final_share: float) -> None:
 
 def test_the_rate_is_the_one_the_steps_use() -> None:
     """Under a constant gradient each of Adam's steps is the rate itself, over all epochs."""
-    schedule = fp.Schedule(epochs=3, learning_rate=1e-2, final_share=0.1)
+    schedule = on_all(epochs=3, learning_rate=1e-2, final_share=0.1)
     packed = tune(schedule, loss=lambda answers, _: answers.sum())
     steps = 3 * 4
     moved = perceptron().get_parameter("2.bias").detach() - packed["2.bias"].parts["values"]
@@ -189,7 +192,7 @@ def test_a_teacher_and_labels() -> None:
     """The shares are of the loss: at 0 the teacher is not there, between it counts with the labels."""
     none = tune()
     schedules = {
-        share: fp.Schedule(epochs=2, learning_rate=1e-2, teacher_share=share) for share in (0.0, 0.5, 1.0)
+        share: on_all(epochs=2, learning_rate=1e-2, teacher_share=share) for share in (0.0, 0.5, 1.0)
     }
     found = {share: tune(schedule, teacher=perceptron(norm=False)) for share, schedule in schedules.items()}
     assert_same_packed(found[0.0], none)
@@ -203,9 +206,9 @@ def test_the_shares_add_up() -> None:
     teacher = perceptron().eval()
     answers = teacher(inputs).detach()
     batches = list(zip(inputs.split(8), answers.split(8), strict=True))
-    half = fp.Schedule(epochs=1, learning_rate=1e-2, teacher_share=0.5)
+    half = on_all(epochs=1, learning_rate=1e-2, teacher_share=0.5)
     mixed = tune(half, batches=batches, teacher=teacher, loss=distillation)
-    alone = tune(fp.Schedule(epochs=1, learning_rate=1e-2), batches=batches, teacher=teacher)
+    alone = tune(on_all(epochs=1, learning_rate=1e-2), batches=batches, teacher=teacher)
     assert_same_packed(mixed, alone)  # halves and their sum are exact
 
 
@@ -217,7 +220,7 @@ def test_the_model_may_be_its_own_teacher() -> None:
 
 @pytest.mark.parametrize("mode", ["frozen", "train"])
 def test_batch_statistics(mode: Any) -> None:
-    schedule = fp.Schedule(epochs=2, learning_rate=1e-2, batch_norm=mode)
+    schedule = on_all(epochs=2, learning_rate=1e-2, batch_norm=mode)
     packed = tune(schedule, net=perceptron(norm=True))
     changed = {
         name: not torch.equal(packed[f"1.{name}"].parts["values"], before)
@@ -247,7 +250,7 @@ def test_every_kind_learns(method: Any) -> None:
 def test_mixed_precision() -> None:
     """bfloat16 on a CPU; and runs of both precisions in one process."""
     plain = tune()
-    mixed = tune(fp.Schedule(epochs=2, learning_rate=1e-2, mixed_precision="bf16"))
+    mixed = tune(on_all(epochs=2, learning_rate=1e-2, mixed_precision="bf16"))
     assert error(mixed, *points()) < error(fp.compress(perceptron(), METHOD), *points())
     assert differs(mixed, plain)
     assert_same_packed(tune(), plain)
@@ -256,7 +259,7 @@ def test_mixed_precision() -> None:
 def test_half_precision_on_a_cpu_is_full_precision() -> None:
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")
-    assert_same_packed(tune(fp.Schedule(epochs=2, learning_rate=1e-2, mixed_precision="fp16")), tune())
+    assert_same_packed(tune(on_all(epochs=2, learning_rate=1e-2, mixed_precision="fp16")), tune())
 
 
 IMPOSSIBLE: list[dict[str, Any]] = [
@@ -366,7 +369,7 @@ def test_killed_at_random_it_ends_in_the_same_bytes(tmp_path: Path) -> None:
     done = run_forked(command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     same = json.loads(done.stdout)
-    assert len(same) == 11
+    assert len(same) == 12
     assert [run for run, equal in same.items() if not equal] == []
 
 
@@ -410,8 +413,8 @@ def test_every_generator_comes_back() -> None:
 
 
 UNLIKE: dict[str, dict[str, Any]] = {
-    "other settings": {"schedule": fp.Schedule(epochs=2, learning_rate=1e-3)},
-    "more epochs": {"schedule": fp.Schedule(epochs=3, learning_rate=1e-2)},
+    "other settings": {"schedule": on_all(epochs=2, learning_rate=1e-3)},
+    "more epochs": {"schedule": on_all(epochs=3, learning_rate=1e-2)},
     "other bits": {"method": fp.QSPCA(6, 3, 0.1, tile=16)},
     "other rank": {"method": fp.QSPCA(5, 4, 0.1, tile=16)},
     "no mask": {"method": fp.QSPCA(6, 4, tile=16)},

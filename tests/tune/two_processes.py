@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ import factorpack as fp
 from factorpack.commands import app, command_line
 from tests.tune.small_net import METHOD, loader, perceptron
 
-SCHEDULE = fp.Schedule(epochs=2, learning_rate=1e-2, seed=5)
-STEERED = fp.Schedule(epochs=4, learning_rate=1e-2, seed=5, target_ratio=2.5)
+SCHEDULE = fp.Schedule(epochs=2, learning_rate=1e-2, seed=5, held_out_share=0.0)
+STEERED = replace(SCHEDULE, epochs=4, target_ratio=2.5, shrink_by="training")
 
 
 class BreakOff(Exception):

@@ -28,8 +28,10 @@ from factorpack.planning.recipe import Recipe, read_recipe
 from factorpack.source import import_model
 from factorpack.tune.accuracy import Accuracy
 from factorpack.tune.accuracy import evaluate as measure
+from factorpack.tune.best import Tuned
 from factorpack.tune.models import default_device, load_weights
-from factorpack.tune.training import Schedule, is_main_process
+from factorpack.tune.processes import is_main_process
+from factorpack.tune.schedule import Schedule
 from factorpack.tune.training import finetune as tune
 
 
@@ -55,36 +57,38 @@ class FinetuneRequest:
             check_output(target, self.source, self.teacher, self.recipe, self.images.folder)
         check_output(self.output, self.checkpoint)
 
-    def run(self, progress: bool) -> bool:
-        """Trains and saves; False in the processes of a run that save nothing."""
+    def run(self, progress: bool) -> Packed | None:
+        """Trains and saves; None in the processes of a run that save nothing."""
         recipe = read_recipe(self.recipe, DEFAULT_METHOD) if self.recipe is not None else None
         self.check()
         settings = {**(recipe.finetune if recipe else {}), **self.given}
         schedule: Schedule = build_settings(Schedule, settings, "fine-tuning")
         net = import_model(self.model).to(default_device())
-        batches = self.images.training()
+        images = self.images.training(0.0 if schedule.trains_for_size else schedule.held_out_share)
         teacher = None
         if self.teacher is not None:
             teacher = load_weights(import_model(self.model), self.teacher).to(default_device())
         torch.manual_seed(schedule.seed)
-        packed = self._packed(recipe, net, batches)
+        packed = self._packed(recipe, net, images.batches)
         is_first = os.environ.get("RANK", "0") == "0"  # among the processes of one run
         with locked(self.checkpoint) if is_first else nullcontext():
             tune(
                 packed,
                 net,
-                batches,
+                images.batches,
                 teacher=teacher,
                 schedule=schedule,
+                held_out=images.held_out,
+                calibration=images.calibration,
                 checkpoint=self.checkpoint,
                 checkpoint_every=self.checkpoint_every,
                 progress=progress,
             )
             if not is_main_process():
-                return False
+                return None
             save(packed, self.output)
             self.checkpoint.unlink(missing_ok=True)
-        return True
+        return packed
 
     def _packed(self, recipe: Recipe | None, net: nn.Module, batches: Any) -> Packed:
         """The packed file itself, or a checkpoint compressed by the recipe, calibrated on training images."""
@@ -123,6 +127,13 @@ def finetune(
     batch_norm: Annotated[
         str | None, typer.Option(help="'train', or 'frozen' for few images. Default: train.")
     ] = None,
+    codes: Annotated[
+        str | None,
+        typer.Option(
+            help="'trained', or 'frozen', which keeps them and trains scales, norms and biases: for few images. "
+            "Default: trained; frozen after planning."
+        ),
+    ] = None,
     teacher_share: Annotated[
         float | None, typer.Option(help="With --teacher, how much of the loss is distillation. Default: 1.")
     ] = None,
@@ -138,8 +149,22 @@ def finetune(
     target_ratio: Annotated[
         float | None,
         typer.Option(
-            help="Or say how many times smaller than FP32 the file must be, for example 60: the rate is found "
-            "during training, and the file is never larger. Allow a few hundred steps."
+            help="How many times smaller than FP32 the file must be, for example 40. A larger file is planned "
+            "anew at that size, from --teacher if given, and trained from there."
+        ),
+    ] = None,
+    shrink_by: Annotated[
+        str | None,
+        typer.Option(
+            help="How a larger file gets to --target-ratio: 'planning', or 'training', which finds the rate on "
+            "the way. Training needs a real training set and a few hundred steps. Default: planning."
+        ),
+    ] = None,
+    held_out_share: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the images, 1,000 at most, to measure on after each epoch: the best state is saved, "
+            "or the start if none is better. 0 trains on all. Default: 0.125."
         ),
     ] = None,
     batch_size: BatchSize = 64,
@@ -166,21 +191,25 @@ def finetune(
         "epochs": epochs,
         "learning_rate": learning_rate,
         "batch_norm": batch_norm,
+        "codes": codes,
         "teacher_share": teacher_share,
         "mixed_precision": mixed_precision,
         "seed": seed,
         "rate": rate,
         "target_ratio": target_ratio,
+        "shrink_by": shrink_by,
+        "held_out_share": held_out_share,
     }
     given = {key: value for key, value in options.items() if value is not None}
     state = checkpoint or output.parent / f"{output.name}.checkpoint"
     images = ImageData(data, batch_size, image_size, workers)
     request = FinetuneRequest(source, model, images, output, recipe, teacher, given, state, checkpoint_every)
-    if request.run(progress=not as_json):
-        _print_result(request, as_json)
+    tuned = request.run(progress=not as_json)
+    if tuned is not None:
+        _print_result(request, tuned.tuned, as_json)
 
 
-def _print_result(request: FinetuneRequest, as_json: bool) -> None:
+def _print_result(request: FinetuneRequest, tuned: Tuned | None, as_json: bool) -> None:
     """Size, and accuracy where there is a val folder: both of the file, read back."""
     packed = load(request.output)
     report = packed.size()
@@ -191,7 +220,10 @@ def _print_result(request: FinetuneRequest, as_json: bool) -> None:
     if as_json:
         sizes = {"file_bytes": report.file_bytes, "file_ratio": report.file_ratio}
         accuracy = asdict(found) if found else None
-        print_json({"path": str(request.output), **sizes, "accuracy": accuracy})
+        held_out = asdict(tuned) if tuned else None
+        print_json({"path": str(request.output), **sizes, "accuracy": accuracy, "held_out": held_out})
     else:
         text = f", {accuracy_text(found)}" if found else ""
         print_line(f"{request.output}: {report.file_ratio:.2f} times smaller than FP32{text}")
+        if tuned is not None and tuned.epoch:  # else a warning has said it
+            print_line(str(tuned))

@@ -42,6 +42,10 @@ Evaluate = Callable[[nn.Module], Mapping[str, float]]
 """A model -> its measured scores, such as {"top1": 0.69}."""
 
 
+ON_ALL = Schedule(shrink_by="training", held_out_share=0.0)
+"""Every method is trained on all inputs, and ends with its last state at its size."""
+
+
 @dataclass(frozen=True)
 class Grid:
     """What is compared and how it is measured. Files and points are written to `folder` one by one."""
@@ -55,7 +59,7 @@ class Grid:
     evaluate: Evaluate | None = None
     train: Iterable[Any] | None = None
     """Batches to finetune every method on, with the same `schedule` and the model itself as teacher."""
-    schedule: Schedule = field(default_factory=Schedule)
+    schedule: Schedule = ON_ALL
     planner: Planner = field(default_factory=Planner)
     progress: bool = True
     data: str = ""

@@ -15,7 +15,7 @@ from factorpack.budget.goals import original_bytes
 from factorpack.budget.knowledge import MOMENT_BYTES
 from factorpack.budget.planner import Planner
 from factorpack.comparison.baselines import PLANNED, select_methods
-from factorpack.comparison.grid import Evaluate, Grid
+from factorpack.comparison.grid import ON_ALL, Evaluate, Grid
 from factorpack.comparison.point import Point, files_of
 from factorpack.engine import Engine, Task, run_tasks
 from factorpack.errors import PlanError
@@ -26,7 +26,6 @@ from factorpack.source import import_model, open_source
 from factorpack.tune.accuracy import evaluate
 from factorpack.tune.images import ImageFolder, image_folder, loader, unlabelled_batches
 from factorpack.tune.models import default_device, load_weights
-from factorpack.tune.schedule import Schedule
 
 OUTPUTS = ("compare.json", "compare.md", "compare.png", "compare.svg")
 """Files a comparison writes in addition to its points."""
@@ -107,7 +106,7 @@ class Request:
             batches,
             self._evaluate(),
             train,
-            Schedule(epochs=max(self.epochs, 1), learning_rate=self.learning_rate),
+            replace(ON_ALL, epochs=max(self.epochs, 1), learning_rate=self.learning_rate),
             Planner(samples=self.samples),
             progress=progress,
             data=self._data_mark(),

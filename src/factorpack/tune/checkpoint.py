@@ -18,7 +18,17 @@ from factorpack.format.streams import raw_bytes
 from factorpack.kinds import KINDS
 from factorpack.packed import Packed
 
-_KEYS = {"fingerprint", "done", "model", "optimizer", "epoch_random", "step_random", "steering"}
+_KEYS = {
+    "fingerprint",
+    "done",
+    "start",
+    "model",
+    "optimizer",
+    "epoch_random",
+    "step_random",
+    "steering",
+    "best",
+}
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:

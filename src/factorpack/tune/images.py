@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,12 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         ]
         if not self.files:
             raise SourceError(f"{self.folder} holds no class folders with images, {sorted(SUFFIXES)}")
+
+    def part(self, places: Sequence[int], augment: bool = False) -> ImageFolder:
+        """Some of the images, under the same class numbers."""
+        part = copy.copy(self)
+        part.files, part.augment = [self.files[place] for place in places], augment
+        return part
 
     def __len__(self) -> int:
         return len(self.files)

@@ -10,6 +10,10 @@ from torch import Tensor
 from factorpack.errors import SourceError
 
 
+class NotFiniteError(SourceError):
+    """The loss is no number any more."""
+
+
 class Meter:
     """Loss and accuracy since the last `read`, which waits for the device and is therefore called rarely."""
 
@@ -25,7 +29,7 @@ class Meter:
     def read(self, step: int) -> None:
         loss = torch.stack(self._losses).float().mean().item()
         if not math.isfinite(loss):
-            raise SourceError(
+            raise NotFiniteError(
                 f"the loss is {loss} at step {step}: lower the learning rate, or check the data for NaN"
             )
         accuracy = f", accuracy {torch.stack(self._hits).mean().item():.1%}" if self._hits else ""

@@ -14,6 +14,7 @@ from factorpack.kinds.base import cast_clamped
 from factorpack.methods import Keep
 from factorpack.packed import Packed
 from factorpack.quantize.straight_through import straight_through
+from factorpack.quantize.uniform import root_mean_square
 from factorpack.record import Encoded
 from factorpack.tune.trainable import TRAINABLE, Trainable
 from factorpack.weight import Weight
@@ -24,9 +25,10 @@ class PackedModel(nn.Module):
 
     Parameters that the packed form replaces are frozen, and so are tensors of a kind that cannot be trained,
     such as constants: they are stored unchanged. All others (norms, biases, kept layers) are trained.
+    `frozen` keeps the codes too, and trains their scales.
     """
 
-    def __init__(self, packed: Packed, model: nn.Module) -> None:
+    def __init__(self, packed: Packed, model: nn.Module, frozen: bool = False) -> None:
         super().__init__()
         packed.load_into(model)
         self.model = model
@@ -35,7 +37,9 @@ class PackedModel(nn.Module):
         unknown = sorted(set(self.names) - set(parameters))
         if unknown:
             raise SourceError(f"the packed tensors {unknown[:3]} are not parameters of the model")
-        self.weights = nn.ModuleList(TRAINABLE[packed[name].kind](packed[name]) for name in self.names)
+        self.weights = nn.ModuleList(
+            TRAINABLE[packed[name].kind](packed[name], frozen) for name in self.names
+        )
         self.dtypes = [(packed[name].dtype, parameters[name].dtype) for name in self.names]
         fixed = [name for name, encoded in packed.items() if not KINDS[encoded.kind].is_raw]
         for name in fixed:
@@ -51,6 +55,15 @@ class PackedModel(nn.Module):
                 for name, weight, dtypes in zip(self.names, self.weights, self.dtypes, strict=True)
             }
         return torch.func.functional_call(self.model, weights, args, kwargs)
+
+    def relative_units(self) -> list[tuple[nn.Parameter, float]]:
+        """What is trained, and how much of each a learning rate of 1 is: the RMS of tensors in units of their own."""
+        own = ("growth", "shares", "numbers")
+        named = [(name, each) for name, each in self.named_parameters() if each.requires_grad]
+        return [
+            (each, 1.0 if name.endswith(own) else root_mean_square(each.detach()) or 1.0)
+            for name, each in named
+        ]
 
     def coded_weights(self) -> int:
         """Number of weights that are coded."""

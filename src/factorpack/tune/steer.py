@@ -33,6 +33,8 @@ _RAMP = 0.5  # share of the steps that approach the size, the others train at it
 _FIRST_OVER, _OVER = 0.06, 0.005
 """How far above its budget a run aims before and after the trim: codes that became zero rarely come back,
 so the size is approached from above."""
+_HOLD_RATE = 1e-3
+"""The first rate of a run that starts within its budget: enough that codes do not grow at once."""
 _FAR = 1.3
 """A larger multiple of the budget at the trim gives a warning."""
 _ROUNDS = 200
@@ -59,7 +61,10 @@ class Controller:
 
 
 class Steering:
-    """The rate term of a run. With a `budget` in bytes, its rate is steered so that the file meets it."""
+    """The rate term of a run. With a `budget` in bytes, its rate is steered so that the file meets it.
+
+    A run that `holds` starts within its budget, and is trimmed to it after every epoch.
+    """
 
     def __init__(
         self,
@@ -69,13 +74,15 @@ class Steering:
         budget: int,
         measure: Callable[[], int],
         curvature: Curvature,
+        holds: bool = False,
     ) -> None:
         self.term = RateTerm(quantized_rows(model), model.coded_weights())
         self.steps, self.budget, self.measure, self.curvature = steps, budget, measure, curvature
-        self.controller = Controller(schedule.rate or FIRST_RATE)
+        self.holds = holds
+        self.controller = Controller(schedule.rate or (_HOLD_RATE if holds else FIRST_RATE))
         self.every = max(min(_MAX_INTERVAL, steps // _MIN_UPDATES), 1)
         self.measure_every = self.every * max(steps // (_MEASURES * self.every), 1)
-        self.trim_at = self.every * round(_TRIM * steps / self.every)
+        self.trim_at = -1 if holds else self.every * round(_TRIM * steps / self.every)
         self.other_bytes = 0.0
 
     def before_step(self, done: int) -> None:
@@ -109,8 +116,9 @@ class Steering:
         # Values move only as far as the learning rates allow: time is measured by their integral.
         left, total = _rate_integral(_RAMP) - _rate_integral(time), _rate_integral(1.0)
         interval = max(_rate_integral(time + self.every / self.steps) - _rate_integral(time), 1e-6)
-        aim = self.budget * (1 + (_OVER if time * self.steps >= self.trim_at else _FIRST_OVER))
-        updates = max(left, 0.1 * total) / interval if size > aim else _RECOVERY_UPDATES
+        over = 0.0 if self.holds else _OVER if time * self.steps >= self.trim_at else _FIRST_OVER
+        aim = self.budget * (1 + over)
+        updates = max(left, 0.1 * total) / interval if size > aim and not self.holds else _RECOVERY_UPDATES
         with torch.no_grad():
             soft = self.term().item() * self.term.weights / 8 + self.other_bytes
         self.controller.update(size, soft, aim, updates)
@@ -123,8 +131,12 @@ class Steering:
 
     def close(self) -> None:
         """Trims the file to its budget, if training has not met it."""
-        if self.budget and not self._trim(self.budget):
+        if not self.fit():
             raise PlanError(f"no codes found whose file has at most {self.budget} bytes")
+
+    def fit(self) -> bool:
+        """Trims the file to its budget; False where that cannot be done."""
+        return not self.budget or self._trim(self.budget)
 
     def _trim(self, limit: int) -> bool:
         for _ in range(_ROUNDS):

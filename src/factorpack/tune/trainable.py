@@ -19,7 +19,7 @@ from factorpack.kinds.codewords import codeword_indices, sum_codewords
 from factorpack.kinds.levels import level_range
 from factorpack.kinds.product import Product
 from factorpack.quantize.straight_through import fake_quantize, straight_through
-from factorpack.quantize.uniform import root_mean_square, to_codes
+from factorpack.quantize.uniform import code_dtype, root_mean_square, to_codes
 from factorpack.record import Encoded
 
 UNITS_PER_CODE = 32.0
@@ -53,6 +53,7 @@ class QuantizedRows(nn.Module):
     Both are trained in relative units, because Adam's steps do not scale with a parameter: `numbers` in units
     of 32 first scales, so that a rate of 3e-4 moves a code by a hundredth at most, and the scale as the
     logarithm of its growth. `mask` freezes zeros; `units` other than 32 are for codes that must move far.
+    Numbers that need no gradient are codes that stay as they are, whatever the scale becomes.
     """
 
     def __init__(
@@ -75,6 +76,8 @@ class QuantizedRows(nn.Module):
         self.register_buffer("mask", mask)
 
     def forward(self) -> Tensor:
+        if not self.numbers.requires_grad:
+            return self.numbers * self.units * self.stored_scale()
         quantized = fake_quantize(self.values(), self.stored_scale(), self.bits)
         return quantized if self.mask is None else quantized * self.mask
 
@@ -103,6 +106,8 @@ class QuantizedRows(nn.Module):
         return straight_through(scale, scale.to(self.scale_dtype).float())
 
     def codes(self) -> Tensor:
+        if not self.numbers.requires_grad:
+            return (self.numbers * self.units).to(code_dtype(self.bits))
         codes = to_codes(self.values().detach(), self.stored_scale().detach(), self.bits)
         return codes if self.mask is None else codes * self.mask
 
@@ -161,9 +166,9 @@ class TrainableFactors(nn.Module):
 
     trains_codes: ClassVar[bool] = True
 
-    def __init__(self, encoded: Encoded) -> None:
+    def __init__(self, encoded: Encoded, frozen: bool = False) -> None:
         super().__init__()
-        _check_free(encoded)
+        _check_free(encoded, frozen)
         self.like = encoded
         kind = KINDS[encoded.kind]
         assert isinstance(kind, Product)
@@ -178,6 +183,8 @@ class TrainableFactors(nn.Module):
             parts["codebook"], codebook_scale, bits["codebook"], units=units["codebook"]
         )
         self.latent = QuantizedRows(parts["latent"], latent_scale, bits["latent"], mask, units["latent"])
+        for factor in (self.codebook, self.latent):
+            factor.numbers.requires_grad_(not frozen)
         mean = parts.get("mean")
         self.mean = None if mean is None else nn.Parameter(mean.float().clone())
 
@@ -203,15 +210,16 @@ class TrainableScalar(nn.Module):
 
     trains_codes: ClassVar[bool] = True
 
-    def __init__(self, encoded: Encoded) -> None:
+    def __init__(self, encoded: Encoded, frozen: bool = False) -> None:
         super().__init__()
-        _check_free(encoded)
+        _check_free(encoded, frozen)
         self.like = encoded
         codes, scale = encoded.parts["codes"], encoded.parts["scale"]
         mask = codes != 0 if encoded.extra_zeros else None
         bits = encoded.bits["codes"]
         units = UNITS_PER_CODE if mask is None else far_units(bits)
         self.rows = QuantizedRows(codes, scale, bits, mask, units)
+        self.rows.numbers.requires_grad_(not frozen)
 
     def forward(self) -> Tensor:
         return self.like.layout.from_tiles(self.rows().T)
@@ -225,10 +233,11 @@ class TrainableLevels(nn.Module):
 
     trains_codes: ClassVar[bool] = True
 
-    def __init__(self, encoded: Encoded) -> None:
+    def __init__(self, encoded: Encoded, frozen: bool = False) -> None:
         super().__init__()
         self.like = encoded
         self.rows = LevelRows(encoded.parts["codes"], encoded.parts["levels"], encoded.bits["codes"])
+        self.rows.numbers.requires_grad_(not frozen)
 
     def forward(self) -> Tensor:
         return self.like.layout.from_tiles(self.rows().T)
@@ -248,7 +257,7 @@ class TrainableCodewords(nn.Module):
 
     trains_codes: ClassVar[bool] = False
 
-    def __init__(self, encoded: Encoded) -> None:
+    def __init__(self, encoded: Encoded, _frozen: bool = False) -> None:
         super().__init__()
         self.like = encoded
         codebook = encoded.parts["codebook"].float()
@@ -287,11 +296,11 @@ TRAINABLE: dict[
 fixed, as it was stored."""
 
 
-def _check_free(encoded: Encoded) -> None:
-    if encoded.trellis:
+def _check_free(encoded: Encoded, frozen: bool) -> None:
+    if encoded.trellis and not frozen:
         raise PlanError(
             f"its codes are a path through a trellis of {encoded.trellis} states, and codes that are trained "
-            "leave it: compress without trellis"
+            "leave it: compress without trellis, or train with codes='frozen'"
         )
 
 

@@ -60,7 +60,7 @@ def remove_dead_rows(encoded: Encoded) -> Encoded:
 
     The weight is unchanged, as the removed terms are zero. One row is always kept.
     """
-    if not KINDS[encoded.kind].is_product:
+    if not KINDS[encoded.kind].is_product or encoded.trellis:  # a path runs through all rows
         return encoded
     parts = dict(encoded.parts)
     alive = parts["latent"].any(1) & parts["codebook"].any(0)  # (k,)
