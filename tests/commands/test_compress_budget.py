@@ -67,6 +67,12 @@ def test_a_ratio_from_the_weights_alone(checkpoint: Path, tmp_path: Path) -> Non
     assert 39_600 <= packed.stat().st_size <= 40_000
 
 
+def test_codes_along_a_trellis(checkpoint: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "small.safetensors"
+    ok("compress", checkpoint, "-o", packed, "--ratio", 9, "--trellis", 8)
+    assert {encoded.trellis for encoded in fp.load(packed).values()} == {0, 8}
+
+
 def test_images_and_a_model_keep_the_outputs_closer(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
     blind, seeing = tmp_path / "blind.safetensors", tmp_path / "seeing.safetensors"
     ok("compress", checkpoint, "-o", blind, "--ratio", 16)
@@ -150,6 +156,8 @@ WRONG = {
     ("--ratio", 9, "--calibration", "/nowhere", "--model", MODEL): "there is no folder /nowhere",
     ("--ratio", 9, "--engine", "local", "--model", MODEL): "--engine works on the weights alone",
     ("--rank", 4, "--engine", "local", "--calibration", "/nowhere"): "--engine measures for a budget",
+    ("--trellis", 8): "--trellis serve a budget: give --ratio or --max-bytes",
+    ("--ratio", 9, "--trellis", 5): "trellis is 5, allowed are 0 and 4 and 8 states",
     ("--max-loss", 0.1): "expected a number above 0, a model, and calibration data",
 }
 

@@ -58,6 +58,8 @@ class CompressRequest:
     engine: Engine | None = None
     stream: bool = False
     """Whether a folder's model is read block by block."""
+    trellis: int = 0
+    """States of the trellis that a budget's codes may follow."""
 
     @property
     def data(self) -> Path | None:
@@ -77,10 +79,11 @@ class CompressRequest:
         uses_model = self.model is not None or self.calibration is not None
         if self.engine is not None:
             self._check_engine()
-        if not self.has_budget and (self.curves is not None or (uses_model and not self.method.given)):
+        serves_budget = self.curves is not None or self.trellis or (uses_model and not self.method.given)
+        if not self.has_budget and serves_budget:
             raise PlanError(
-                "--model, --calibration and --curves serve a budget: give --ratio or --max-bytes "
-                "(a --method takes --model and --calibration too)"
+                "--model, --calibration, --curves and --trellis serve a budget: give --ratio or --max-bytes "
+                "(a --method takes --model and --calibration too, and a trellis with --set trellis=8)"
             )
         if self.method.given and self.model is not None and self.calibration is None:
             raise PlanError("with a method, --model serves --calibration: give both")
@@ -167,7 +170,6 @@ class CompressRequest:
         if progress and parts_folder(path).is_dir():
             print_line(f"resuming from what {parts_folder(path)} has")
         source, batches = self._model_and_batches()
-        planned = self.has_budget and (self.engine is None or self.calibration is not None)
         return compress(
             source,
             self.method.make(),
@@ -177,7 +179,7 @@ class CompressRequest:
             exclude=self.exclude,
             recipe=self.recipe,
             calibration=batches,
-            planner=Planner(samples=self.samples) if planned else None,
+            planner=Planner(samples=self.samples, trellis=self.trellis) if self.has_budget else None,
             curves=self.curves,
             to=path,
             engine=self.engine,
