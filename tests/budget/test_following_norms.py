@@ -102,6 +102,21 @@ def test_a_norm_in_front_of_a_layer_is_not_behind_it(tmp_path: Path) -> None:
     assert _pairs(before) == _pairs(before, tmp_path) == {"1": "2"}
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.conv2, self.bn2 = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+
+def test_blocks_beyond_the_tenth_of_a_file(tmp_path: Path) -> None:
+    """Names of a file are in natural order, which is another than that of plain sorting."""
+    net = nn.Sequential(*(Block() for _ in range(11)))
+    expected = {f"{block}.conv{n}": f"{block}.bn{n}" for block in range(11) for n in (1, 2)}
+    assert _pairs(net) == expected
+    assert _pairs(net, tmp_path) == expected
+
+
 class Ambiguous(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from factorpack.record import bias_of
-from factorpack.source import Source
+from factorpack.source import Source, natural_key
 
 RIDGE = 0.05
 """Added to the diagonal of the normal equations, as a share of its mean."""
@@ -88,7 +88,8 @@ def running_means_after(source: Source, weights: Sequence[str]) -> dict[str, str
         for name in (weights if means else [])
     }
     names = list(source.entries)
-    choose = _by_name if names == sorted(names) else _by_place(names, weights)
+    is_sorted = names in (sorted(names), sorted(names, key=natural_key))
+    choose = _by_name if is_sorted else _by_place(names, weights)
     found = {name: choose(name, near) for name, near in candidates.items()}
     used = Counter(found.values())
     return {name: mean for name, mean in found.items() if mean is not None and used[mean] == 1}
