@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-import tempfile
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from factorpack.packed import Packed, load, save
+from factorpack.packed import Packed
+from factorpack.record import DTYPES, Encoded, dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +52,34 @@ class Best:
 
     def state(self) -> dict[str, Any]:
         numbers = [self.start, self.loss, self.epoch, self.measured]
-        return {"numbers": numbers, "packed": None if self.packed is None else to_bytes(self.packed)}
+        return {"numbers": numbers, "packed": None if self.packed is None else as_state(self.packed)}
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> Best:
         best = cls(state["numbers"][0])
         _, best.loss, best.epoch, best.measured = state["numbers"]
-        best.packed = None if state["packed"] is None else from_bytes(state["packed"])
+        best.packed = None if state["packed"] is None else from_state(state["packed"])
         return best
 
 
-def to_bytes(packed: Packed) -> Tensor:
-    """A packed model's file, to be kept in a checkpoint."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "packed"
-        save(Packed(dict(packed), packed.aliases), path)
-        return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+def as_state(packed: Packed) -> dict[str, Any]:
+    """A packed model in types that load without running code; no file on the way could be left by a kill."""
+    tensors = {
+        name: {
+            **{each.name: getattr(encoded, each.name) for each in fields(Encoded)},
+            "dtype": dtype_name(encoded.dtype),
+            "parts": {part: values.cpu() for part, values in encoded.parts.items()},
+            "bits": dict(encoded.bits),
+        }
+        for name, encoded in packed.items()
+    }
+    return {"tensors": tensors, "aliases": dict(packed.aliases)}
 
 
-def from_bytes(file: Tensor) -> Packed:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "packed"
-        path.write_bytes(file.numpy().tobytes())
-        packed = load(path)
-        return Packed(dict(packed), packed.aliases)
+def from_state(state: dict[str, Any]) -> Packed:
+    """The inverse of `as_state`."""
+    tensors = {
+        name: Encoded(**{**values, "shape": tuple(values["shape"]), "dtype": DTYPES[values["dtype"]]})
+        for name, values in state["tensors"].items()
+    }
+    return Packed(tensors, state["aliases"])

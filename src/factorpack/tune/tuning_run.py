@@ -20,7 +20,7 @@ from factorpack.errors import PlanError, SourceError
 from factorpack.format.packed_file import file_bytes
 from factorpack.packed import Packed
 from factorpack.progress import Progress
-from factorpack.tune.best import Best, Tuned, from_bytes, to_bytes
+from factorpack.tune.best import Best, Tuned, as_state, from_state
 from factorpack.tune.checkpoint import (
     fingerprint_of,
     load_checkpoint,
@@ -69,7 +69,7 @@ class Run:
         if self.plan is not None:
             schedule = replace(schedule, batch_norm="frozen", codes="frozen")
         self.schedule = schedule
-        self._prepare(packed if self.plan is None else from_bytes(self.plan), model, data.batches)
+        self._prepare(packed if self.plan is None else from_state(self.plan), model, data.batches)
 
     def _fingerprint(self, packed: Packed, schedule: Schedule) -> str:
         present = (self.objective.teacher is not None, self.finish is not None)
@@ -79,10 +79,10 @@ class Run:
 
     def _plan(
         self, packed: Packed, model: nn.Module, calibration: Iterable[Any], schedule: Schedule
-    ) -> Tensor | None:
-        """The file of the plan that is trained, where the given one is larger than the target."""
+    ) -> dict[str, Any] | None:
+        """The plan that is trained, where the given file is larger than the target."""
         if self.state is not None:
-            kept: Tensor | None = self.state["start"]
+            kept: dict[str, Any] | None = self.state["start"]
             return kept
         if not schedule.target_ratio or schedule.shrink_by == "training":
             return None
@@ -98,7 +98,7 @@ class Run:
         device = self.accelerator.device
         teacher = self.objective.teacher
         return compute_once(
-            lambda: to_bytes(plan_start(packed, model.to(device), teacher, calibration, budget))
+            lambda: as_state(plan_start(packed, model.to(device), teacher, calibration, budget))
         )
 
     def _prepare(self, packed: Packed, model: nn.Module, batches: Iterable[Any]) -> None:
