@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
+import sys
 import time
 from inspect import getdoc
 from pathlib import Path
@@ -16,6 +18,14 @@ import factorpack as fp
 from factorpack import commands
 from tests.commands.running import invoke, printed, run
 from tests.helpers import assert_same_tensor
+
+
+def test_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["factorpack", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("factorpack", run_name="__main__")
+    assert not ended.value.code
+    assert fp.__version__ in capsys.readouterr().out
 
 
 def test_there_and_back(
