@@ -17,7 +17,6 @@ from typing import BinaryIO
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from factorpack.decoding import check, specs
@@ -78,9 +77,8 @@ def safetensors_header(
 def is_packed(path: str | Path) -> bool:
     """Whether a file claims to be a packed file, complete or not."""
     try:
-        with safe_open(path, framework="numpy") as file:
-            return METADATA_KEY in (file.metadata() or {})
-    except (SafetensorError, OSError):
+        return METADATA_KEY in SafetensorsFile(Path(path)).metadata
+    except FormatError:
         return False
 
 
