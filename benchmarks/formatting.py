@@ -11,6 +11,10 @@ RESULTS = ROOT / "benchmarks" / "results"
 MODELS = {"resnet18": "ResNet18", "mobilenet_v2": "MobileNetV2"}
 
 
+def is_stored(study: str, case: str) -> bool:
+    return (RESULTS / study / f"{case}.json").exists()
+
+
 def load_result(study: str, case: str) -> dict[str, Any]:
     document: dict[str, Any] = json.loads((RESULTS / study / f"{case}.json").read_text())
     return document

@@ -12,7 +12,7 @@ from torch import nn
 
 import factorpack as fp
 from benchmarks.data import imagenet_train, imagenet_val, normalized, pretrained, shuffled
-from benchmarks.formatting import MODELS, RESULTS, format_source, format_table, load_result
+from benchmarks.formatting import MODELS, format_source, format_table, is_stored, load_result
 from benchmarks.llamas import sampled_tokens, stories15m, story_tokens
 from benchmarks.measure import top1
 from benchmarks.studies.timing import measure_divergence, warm_up
@@ -124,7 +124,7 @@ def _wait() -> None:
 
 def tabulate() -> str:
     """One row per stored measurement."""
-    documents = {case: load_result("synthetic", case) for case in CASES if _is_stored(case)}
+    documents = {case: load_result("synthetic", case) for case in CASES if is_stored("synthetic", case)}
     rows = [_cells(case, row) for case, document in documents.items() for row in document["result"]["rows"]]
     head = ["model", "times smaller", "calibrated on", "KL, nats", "of the way", "top-1", "KL on stories"]
     head += ["making, s", "compressing, s"]
@@ -143,10 +143,6 @@ def _cells(case: str, row: Row) -> list[str]:
         f"{row['making']:.1f}" if row["making"] else "",
         f"{row['compressing']:.1f}",
     ]
-
-
-def _is_stored(case: str) -> bool:
-    return (RESULTS / "synthetic" / f"{case}.json").exists()
 
 
 NOTHING = "No result is stored yet.\n"

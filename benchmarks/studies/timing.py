@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import factorpack as fp
 from benchmarks.data import imagenet_train, imagenet_val, normalized, pretrained, shuffled
-from benchmarks.formatting import RESULTS, format_source, format_table, load_result
+from benchmarks.formatting import format_source, format_table, is_stored, load_result
 from benchmarks.llamas import Shape, random_llama, random_tokens, sampled_tokens, stories15m, write_checkpoint
 from benchmarks.measure import peak_bytes, reset_peak
 from benchmarks.training import device
@@ -233,7 +233,7 @@ def _count(batches: list[Any]) -> int:
 
 def tabulate() -> str:
     """One row per stored result, with the seconds of the version before where those are stored too."""
-    documents = {case: load_result("timing", case) for case in CASES if _is_stored("timing", case)}
+    documents = {case: load_result("timing", case) for case in CASES if is_stored("timing", case)}
     rows = [_cells(case, document) for case, document in documents.items() if case != SAVING]
     head = ["work", "on", "million parameters", "seconds", "again, s", "before", "4-bit rounding, s"]
     head += ["times rounding"]
@@ -252,7 +252,7 @@ def _cells(case: str, document: Row) -> list[str]:
         f"{found['parameters'] / 1e6:,.1f}",
         f"{row['seconds']:.1f}",
         f"{found['again']['seconds']:.1f}" if "again" in found else "",
-        f"{_before(case)['budget']['seconds']:.1f}" if _is_stored(BEFORE, case) else "",
+        f"{_before(case)['budget']['seconds']:.1f}" if is_stored(BEFORE, case) else "",
         f"{rounding['seconds']:.1f}" if rounding else "",
         f"{found['times_rounding']:.1f}" if rounding else "",
         f"{row['cpu_seconds']:.1f}",
@@ -289,7 +289,7 @@ def _describe_saving(documents: dict[str, Row]) -> str:
         return ""
     found = documents[SAVING]["result"]
     row = found["save"]
-    before = f", {_before(SAVING)['save']['seconds']:.1f} s before" if _is_stored(BEFORE, SAVING) else ""
+    before = f", {_before(SAVING)['save']['seconds']:.1f} s before" if is_stored(BEFORE, SAVING) else ""
     return (
         f"Saving {found['parameters'] / 1e6:.0f} million weights on {found['cores']} cores takes "
         f"{row['seconds']:.1f} s{before}; {row['cpu_seconds'] / row['seconds']:.1f} cores are busy.\n"
@@ -303,10 +303,6 @@ def _seconds(document: Row) -> float:
 def _before(case: str) -> Row:
     found: Row = load_result(BEFORE, case)["result"]
     return found
-
-
-def _is_stored(folder: str, case: str) -> bool:
-    return (RESULTS / folder / f"{case}.json").exists()
 
 
 BEFORE = "before/timing"

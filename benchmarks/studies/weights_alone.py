@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import factorpack as fp
 from benchmarks.data import Images, centred, imagenet_val, normalized, pretrained
-from benchmarks.formatting import MODELS, RESULTS, format_source, format_table, load_result
+from benchmarks.formatting import MODELS, format_source, format_table, is_stored, load_result
 from benchmarks.measure import fidelity, predictions
 from benchmarks.training import device
 from factorpack.budget.goals import original_bytes
@@ -23,6 +23,7 @@ from factorpack.source import open_source
 
 PREPARE = {"efficientnet_lite0": centred}
 TITLES = {**MODELS, "efficientnet_lite0": "EfficientNet-Lite0"}
+STUDY = "weights_alone"
 TRELLIS = 8
 HEAD = ["NNCodec, bytes", "ours, bytes", "NNCodec, top-1", "ours, top-1", "NNCodec, KL", "ours, KL"]
 Row = dict[str, Any]
@@ -49,12 +50,8 @@ def run(model: str, qps: list[float], tuned_qps: list[float], best: bool = False
     return {"original_bytes": original_bytes(open_source(judge.net)), "fp32": judge.fp32, "rows": rows}
 
 
-def _is_stored(model: str) -> bool:
-    return (RESULTS / "weights_alone" / f"{model}.json").exists()
-
-
 def _stored(model: str) -> list[Row]:
-    rows: list[Row] = load_result("weights_alone", model)["result"]["rows"] if _is_stored(model) else []
+    rows: list[Row] = load_result(STUDY, model)["result"]["rows"] if is_stored(STUDY, model) else []
     return rows
 
 
@@ -106,9 +103,9 @@ class _Judge:
 
 def tabulate(model: str) -> str:
     """One row per bitstream, the largest first."""
-    if not _is_stored(model):
+    if not is_stored(STUDY, model):
         return f"{TITLES[model]}: not measured yet.\n"
-    document = load_result("weights_alone", model)
+    document = load_result(STUDY, model)
     result = document["result"]
     rows = sorted(result["rows"], key=lambda row: -row["nncodec"]["bytes"])
     head = [f"{TITLES[model]}, NNCodec's settings", "times smaller", *HEAD]
@@ -143,9 +140,9 @@ def _frontier(model: str) -> list[Row]:
 
 def peer_points(model: str) -> list[Point]:
     """NNCodec's frontier, as a comparison has it."""
-    if not _is_stored(model):
+    if not is_stored(STUDY, model):
         return []
-    original = load_result("weights_alone", model)["result"]["original_bytes"]
+    original = load_result(STUDY, model)["result"]["original_bytes"]
     return [
         Point(
             "nncodec",
@@ -163,7 +160,7 @@ def peer_points(model: str) -> list[Point]:
 
 def tabulate_headline() -> str:
     """Both at the bytes of NNCodec's frontier, with at least half of FP32's top-1."""
-    documents = {model: load_result("weights_alone", model) for model in TITLES if _is_stored(model)}
+    documents = {model: load_result(STUDY, model) for model in TITLES if is_stored(STUDY, model)}
     lines, versions = [], set()
     for model, document in documents.items():
         result = document["result"]
@@ -181,9 +178,7 @@ def tabulate_headline() -> str:
 def tabulate_best() -> str:
     """Both at their best."""
     documents = {
-        model: load_result("weights_alone", f"{model}-best")
-        for model in TITLES
-        if _is_stored(f"{model}-best")
+        model: load_result(STUDY, f"{model}-best") for model in TITLES if is_stored(STUDY, f"{model}-best")
     }
     lines = [
         [TITLES[model], *_line(row, document["result"]["original_bytes"])[1:]]

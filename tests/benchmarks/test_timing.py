@@ -48,7 +48,7 @@ def test_a_checkpoint_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_experiment_is_in_the_table(found: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     stored = {"command": "", "machine": machine(), "result": found | {"save": found["budget"]["save"]}}
     monkeypatch.setattr(timing, "load_result", lambda _folder, _case: stored)
-    monkeypatch.setattr(timing, "_is_stored", lambda _folder, _case: True)
+    monkeypatch.setattr(timing, "is_stored", lambda _folder, _case: True)
     table = timing.tabulate()
     assert all(label in table for case, label in timing.CASES.items() if case != timing.SAVING)
     assert "24 layers take 1.00 times as long as 12." in table

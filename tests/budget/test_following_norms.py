@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import factorpack as fp
 from benchmarks.zoo import mobilenet_v2, resnet18
+from factorpack.budget import following_norms
 from factorpack.budget.following_norms import explain_mean, running_means_after
 from factorpack.source import open_source
 from tests.helpers import assert_close, relative_error, seeded
@@ -115,6 +117,14 @@ def test_blocks_beyond_the_tenth_of_a_file(tmp_path: Path) -> None:
     expected = {f"{block}.conv{n}": f"{block}.bn{n}" for block in range(11) for n in (1, 2)}
     assert _pairs(net) == expected
     assert _pairs(net, tmp_path) == expected
+
+
+def test_work_grows_with_the_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[str] = []
+    parent = following_norms._parent
+    monkeypatch.setattr(following_norms, "_parent", lambda name: looked_at.append(name) or parent(name))
+    assert len(_pairs(nn.Sequential(*(Block() for _ in range(50))))) == 100
+    assert len(looked_at) == 200  # each weight and each mean once
 
 
 class Ambiguous(nn.Module):

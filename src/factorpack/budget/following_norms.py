@@ -76,16 +76,16 @@ def running_means_after(source: Source, weights: Sequence[str]) -> dict[str, str
 
     A state dict has layers in the order they were made; a sorted file has only their names.
     """
-    means = [name for name, entry in source.entries.items() if name.endswith(_MEAN) and len(entry.shape) == 1]
+    means: dict[tuple[object, ...], list[str]] = {}
+    for name, entry in source.entries.items():
+        if name.endswith(_MEAN) and len(entry.shape) == 1:
+            means.setdefault((_parent(name), entry.shape), []).append(name)
+    if not means:
+        return {}
     candidates = {
-        name: [
-            mean
-            for mean in means
-            if _parent(mean) == _parent(name)
-            and source.entries[mean].shape == source.entries[name].shape[:1]
-            and not source.transposed_groups.get(name)
-        ]
-        for name in (weights if means else [])
+        name: means.get((_parent(name), source.entries[name].shape[:1]), [])
+        for name in weights
+        if not source.transposed_groups.get(name)
     }
     names = list(source.entries)
     is_sorted = names in (sorted(names), sorted(names, key=natural_key))
@@ -97,8 +97,8 @@ def running_means_after(source: Source, weights: Sequence[str]) -> dict[str, str
 
 def _by_place(names: Sequence[str], weights: Sequence[str]) -> Callable[[str, Sequence[str]], str | None]:
     """A norm follows a weight where no other weight is in between."""
-    last = ""
-    weight_before = {name: (last := name if name in set(weights) else last) for name in names}
+    last, known = "", set(weights)
+    weight_before = {name: (last := name if name in known else last) for name in names}
     return lambda name, means: _only([mean for mean in means if weight_before[mean] == name])
 
 
@@ -115,8 +115,9 @@ def _only(means: Sequence[str]) -> str | None:
     return means[0] if len(means) == 1 else None
 
 
-def _parent(name: str) -> list[str]:
-    return name.split(".")[:-2]
+def _parent(name: str) -> str:
+    """The module that holds a tensor's own."""
+    return ".".join(name.split(".")[:-2])
 
 
 def _module(name: str) -> str:

@@ -13,9 +13,9 @@ from factorpack.decoding import decode
 from factorpack.errors import WeightError
 from factorpack.methods import Keep
 from factorpack.record import Encoded, LayerMoments
+from factorpack.solve.moments import NORMS
 from factorpack.weight import Weight
 
-NORMS = nn.modules.batchnorm._BatchNorm
 LARGEST_CORRECTION = 4.0
 """A variance is corrected by this factor at most."""
 NEGLIGIBLE = 2.0**-20

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from factorpack.batches import device_of, forward, hooked, run
 from factorpack.errors import PlanError, SourceError
 from factorpack.progress import Progress
+from factorpack.solve.moments import CONVOLUTIONS, NORMS
 
-NORMS = nn.modules.batchnorm._BatchNorm
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 PHOTOGRAPH, SHRINKS_PHOTOGRAPHS = 224, 16
 """Side of an image for a network that makes maps by so much smaller than images."""
 PROBED_SIDE, LAST_PLACES = 64, 4

@@ -13,6 +13,7 @@ from factorpack.calibration.sampled_texts import sample_texts, why_not_a_text
 from factorpack.errors import PlanError
 from factorpack.methods.settings import check_type
 from factorpack.passes.resident import resident_of
+from factorpack.solve.moments import NORMS
 
 SYNTHETIC = "synthetic"
 """What a caller gives in place of calibration data."""
@@ -71,5 +72,5 @@ def make_batches(model: nn.Module, settings: Synthetic, samples: int, progress: 
 
 
 def _describe_norms(model: nn.Module) -> str:
-    count = sum(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    count = sum(isinstance(module, NORMS) for module in model.modules())
     return f"has {count} batch norms without running statistics" if count else "has no batch norm"

@@ -14,6 +14,7 @@ from factorpack.record import LayerMoments
 from factorpack.solve.evenly import spread_evenly
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+NORMS = nn.modules.batchnorm._BatchNorm
 LARGE, BLOCKS = 1024, 8
 """Moments of at least LARGE inputs are computed in as many blocks, and mirrored."""
 

@@ -6,8 +6,8 @@ can be chosen together: a path runs down the rows of all groups. See quantize/tr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from itertools import product
 
 import torch
@@ -37,7 +37,7 @@ FITTED_ELEMENTS = 1 << 17
 """Elements that code lengths are fitted to."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class TrellisLengths:
     """Rounds columns to the levels of the path that minimises the sum of (v - level)^2 + price * bits."""
 
@@ -51,11 +51,11 @@ class TrellisLengths:
     price: float
     """The price of one bit, in squared steps of the levels."""
     states: int
-    cells: Tensor = field(init=False)
-    """See `Branches`."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "cells", _cells(self.table, self.price))
+    @cached_property
+    def cells(self) -> Tensor:
+        """See `Branches`; the kernel of a GPU does without."""
+        return _cells(self.table, self.price)
 
     def __call__(self, column: int, values: Tensor) -> Tensor:
         """Levels for one column; the rows of all groups are concatenated."""
@@ -170,8 +170,9 @@ class Branches:
     def costs(self) -> Tensor:
         """The cost of each subset: (4, segment, paths)."""
         costs = self.fraction.new_empty(4, *self.row.shape)
-        for rows in torch.arange(len(self.row)).split(max(1, IN_CACHE // self.row.shape[1])):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
+        many = max(1, IN_CACHE // self.row.shape[1])
+        for start in range(0, len(self.row), many):
+            part = slice(start, start + many)
             both = functional.embedding(self.row[part], self.cells)
             found = torch.addcmul(both[..., :8], both[..., 8:], self.fraction[part, :, None])
             costs[:, part] = torch.minimum(found[..., :4], found[..., 4:]).movedim(-1, 0)

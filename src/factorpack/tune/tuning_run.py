@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from factorpack.batches import batch_size
-from factorpack.budget.norms import NORMS
 from factorpack.errors import PlanError, SourceError
 from factorpack.format.packed_file import file_bytes
 from factorpack.packed import Packed
 from factorpack.progress import Progress
+from factorpack.solve.moments import NORMS
 from factorpack.tune.best import Best, Tuned, as_state, from_state
 from factorpack.tune.checkpoint import (
     fingerprint_of,
