@@ -79,19 +79,26 @@ def quiet_columns(levels: Integers) -> Flags:
     return np.asarray(~(levels & 1).any(0))
 
 
-class Quantizers:
-    """The quantizers of all paths, row by row of their segments, from the parities of the rows above.
+def taps(states: int) -> tuple[list[int], list[int]]:
+    """How many rows above lie the quantizers, and the parities, whose sum modulo 2 is a row's quantizer.
 
-    The machine is linear over bits, so a row's quantizers are sums of earlier ones and of earlier parities.
+    The machine is linear: its registers are sums of earlier first registers, the quantizers, and parities.
+
+    >>> taps(8)
+    ([1, 3], [2])
     """
+    backs = range(1, states.bit_length())
+    h0, h1 = ([back for back in backs if check >> back & 1] for check in MEMORY[states])
+    return h0, h1
+
+
+class Quantizers:
+    """The quantizers of all paths, row by row of their segments, from the parities of the rows above."""
 
     def __init__(self, states: int, quiet: Flags) -> None:
-        h0, h1 = MEMORY[states]
-        memory = states.bit_length() - 1
-        self._taps = [(place, 0) for place in range(memory) if h0 >> place + 1 & 1]
-        self._taps += [(place, 1) for place in range(memory) if h1 >> place + 1 & 1]
+        self._taps = [(back - 1, which) for which, rows in enumerate(taps(states)) for back in rows]
         self._loud = (~quiet).view(np.uint8)
-        self._last: deque[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = deque(maxlen=memory)
+        self._last: deque[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = deque(maxlen=3)
 
     def next(self, segments: int) -> NDArray[np.uint8]:
         """Of the next row of each segment: (segments, columns). The last segment may end before the others."""
