@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from factorpack.solve.code_size import _find_quantizers
 from factorpack.solve.feedback import feedback_factor, round_with_feedback
 from factorpack.solve.trellis_search import fit_trellis, path_by_rows
 from tests.helpers import seeded
@@ -31,15 +32,28 @@ def test_all_paths_at_once_are_those_of_the_search_row_by_row(
     assert torch.equal(find_paths(costs, states), path_by_rows(costs, states))
 
 
+@pytest.mark.parametrize("states", [4, 8])
+def test_quantizers_are_those_of_the_loop(states: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from factorpack.solve.trellis_triton import find_quantizers
+
+    if DEVICE == "cpu":
+        complete(monkeypatch)
+    low = (3 * seeded(20, 70)).abs().to(DEVICE, torch.uint8) & 3
+    loud = (torch.arange(70, device=DEVICE) % 5 > 0).to(torch.uint8)
+    assert torch.equal(find_quantizers(low, loud, states), _find_quantizers(low, loud, states))
+
+
 @pytest.mark.parametrize(
     ("batch", "groups", "rows", "size"), [(1, 1, 20, 6), (2, 1, 9, 17), (1, 3, 7, 5), (1, 1, 131, 3)]
 )
 @pytest.mark.parametrize("states", [4, 8])
 def test_the_kernel_gives_the_levels_and_residues_of_the_plain_loop(
-    batch: int, groups: int, rows: int, size: int, states: int
+    batch: int, groups: int, rows: int, size: int, states: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from factorpack.solve.trellis_triton import round_block
 
+    if DEVICE == "cpu":
+        complete(monkeypatch)
     inputs = seeded(groups, 300, size) @ seeded(size, size, seed=1)
     factor = feedback_factor((inputs.transpose(1, 2) @ inputs / 300).to(DEVICE)).repeat(batch, 1, 1)
     loud = torch.where(torch.arange(size) % 3 == 0, 0.1, 1.0).to(DEVICE)

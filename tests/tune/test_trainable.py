@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import factorpack as fp
 from factorpack import methods
 from factorpack.decoding import decode
-from factorpack.errors import PlanError
+from factorpack.format.streams import coded_bytes
 from factorpack.kinds.codewords import codeword_indices
 from factorpack.quantize.uniform import code_range, from_codes
 from factorpack.record import Encoded
@@ -309,11 +309,16 @@ def test_accidental_zeros_may_leave_where_there_was_no_threshold(case: str) -> N
 
 
 @pytest.mark.parametrize("tile", [1, 9])
-def test_codes_on_a_path_are_not_trained(tile: int) -> None:
-    encoded = fp.SecondOrder(step=0.3, tile=tile, trellis=8).encode(Weight(seeded(64, 32, 3, 3)))
+def test_codes_on_a_path_become_plain_codes_of_as_many_bits(tile: int) -> None:
+    weight = Weight(seeded(64, 32, 3, 3))
+    encoded = fp.SecondOrder(step=0.3, tile=tile, trellis=8).encode(weight)
     assert encoded.trellis == 8
-    with pytest.raises(PlanError, match=r"a trellis of 8 states, .* compress without trellis"):
-        TRAINABLE[encoded.kind](encoded)
+    start = TRAINABLE[encoded.kind](encoded).encoded()
+    assert start.trellis == 0
+    assert coded_bytes(start) == pytest.approx(coded_bytes(encoded), rel=0.1)
+    lost = (decode(start) - weight.values).square().mean() / (decode(encoded) - weight.values).square().mean()
+    assert 1 < lost < 2.5
+    assert_same_encoded(TRAINABLE[encoded.kind](encoded, True).encoded(), encoded)
 
 
 def test_a_scale_that_shrinks_to_nothing_gives_zeros() -> None:

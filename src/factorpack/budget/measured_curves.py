@@ -86,8 +86,9 @@ def measure_curves(
                 ready |= weights if refined else {}
                 for name, curve in found.items():
                     bar.advance(name, curve.numel)
+    # Along a trellis, codes of the same error take longer to find.
     methods = {
-        name: knowledge.planner.method(tile=curve.tile, trellis=curve.trellis)
+        name: knowledge.planner.method(tile=curve.tile)
         for name, curve in curves.items()
         if name in knowledge.sensitivity
     }

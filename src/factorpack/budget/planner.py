@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from factorpack.methods.second_order import check_trellis
 from factorpack.methods.settings import check_type
 from factorpack.source import Source
 
+DEFAULT_STATES = 8
 HELD_OUT_SHARE = 0.125
 """Share of the calibration inputs that is held out to measure on."""
 
@@ -48,17 +49,25 @@ class Planner:
     """What a bit is worth, in squared steps: less than theory's ln 2 / 6, chosen on training images."""
     damping: float = 0.1
     """Added to the diagonal of the inputs' second moments, as a share of its mean."""
-    trellis: int = 0
-    """States, 4 or 8, of a trellis along which codes are chosen where that pays: smaller files, slower work."""
+    trellis: int | None = None
+    """States, 4 or 8, of a trellis along which codes are chosen where that pays; 0: none. None: 8, but none with
+    calibration data on a CPU, where the search takes as long as everything else."""
 
     def __post_init__(self) -> None:
         check_type("samples", self.samples, int)
-        check_trellis(self.trellis)
+        if self.trellis is not None:
+            check_trellis(self.trellis)
         if self.samples < 1 or not self.price >= 0 or not self.damping > 0:
             raise PlanError(
                 f"samples {self.samples}, price {self.price}, damping {self.damping}: "
                 "expected at least 1, at least 0, and above 0"
             )
+
+    def settled(self, feedback_on_cpu: bool = False) -> Planner:
+        """With a number of states, where the caller has left it open."""
+        if self.trellis is not None:
+            return self
+        return replace(self, trellis=0 if feedback_on_cpu else DEFAULT_STATES)
 
     def method(self, step: float = 1.0, tile: int = 1, trellis: int = 0) -> SecondOrder:
         """The method of a weight at a step, in the basis of a tile (1: none), along a trellis (0: none)."""

@@ -68,12 +68,14 @@ def compress(
     image_size: ImageSize = 224,
     stream: Stream = False,
     trellis: Annotated[
-        int,
+        int | None,
         typer.Option(
             help="States of a trellis, 4 or 8, along which a budget's codes are chosen where that pays: less loss at "
-            "the same size. It takes longer, the file loads 4 times slower, and its codes cannot be trained."
+            "the same size, twice the time to load. 0: none. Without it, 8, but 0 with calibration on a CPU, "
+            "where the search takes long.",
+            show_default=False,
         ),
-    ] = 0,
+    ] = None,
     curves: Annotated[
         Path | None, typer.Option(help="Keep rate-distortion curves here (JSON), for this and later budgets.")
     ] = None,

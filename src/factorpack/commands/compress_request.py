@@ -58,8 +58,8 @@ class CompressRequest:
     engine: Engine | None = None
     stream: bool = False
     """Whether a folder's model is read block by block."""
-    trellis: int = 0
-    """States of the trellis that a budget's codes may follow."""
+    trellis: int | None = None
+    """States of the trellis that a budget's codes may follow; None leaves it to the planner."""
 
     @property
     def data(self) -> Path | None:
@@ -79,7 +79,9 @@ class CompressRequest:
         uses_model = self.model is not None or self.calibration is not None
         if self.engine is not None:
             self._check_engine()
-        serves_budget = self.curves is not None or self.trellis or (uses_model and not self.method.given)
+        serves_budget = (
+            self.curves is not None or self.trellis is not None or (uses_model and not self.method.given)
+        )
         if not self.has_budget and serves_budget:
             raise PlanError(
                 "--model, --calibration, --curves and --trellis serve a budget: give --ratio or --max-bytes "

@@ -41,6 +41,8 @@ _INDEPENDENT = struct.Struct("<BHI")
 """A zero, rows of a segment and split, before a stream whose models ignore the quantizer."""
 _MARGIN = 0.005
 """The share by which such models may lengthen a stream, for the sake of speed."""
+_NEAR = 0.015
+"""Where one table for both quantizers takes a larger share of bits more, no plan for it is made."""
 _SEGMENT, _COUNT = struct.Struct("<H"), struct.Struct("<I")
 _CLASS_WIDTH = 0.5
 """In octaves: narrower classes save nothing here, and a reader's steps take longer."""
@@ -187,11 +189,19 @@ def _prepare(codes: Codes, states: int, split: int) -> _Source:
     quiet = quiet_columns(levels)
     planned = shortest(_plans(symbols, quantizer, len(order), quiet))
     is_independent = False
-    if not levels[:, quiet].any():  # zeros are a path too
+    # Zeros are a path too.
+    if _pooled_bits(*planned[:2]) <= (1 + _NEAR) * planned[2] and not levels[:, quiet].any():
         alone = best_plan(symbols, len(order), 0)
         is_independent = alone[2] <= (1 + _MARGIN) * planned[2]
         planned = alone if is_independent else planned
     return _Source(segment, low, order, symbols, quantizer, quiet, *planned, is_independent)
+
+
+def _pooled_bits(plan: Plan, total_bits: int) -> float:
+    """About the bits of a plan with one table for both quantizers."""
+    of_rows, of_columns, counts = plan.counts
+    pooled = counts.reshape(-1, 2, counts.shape[1]).sum(1)
+    return Plan(0, plan.classing, [of_rows, of_columns, pooled]).bits(total_bits)
 
 
 def _plans(symbols: Symbols, quantizer: NDArray[np.uint8], size: int, quiet: Flags) -> Iterator[Plan]:

@@ -127,25 +127,33 @@ def _symbols(codes: Tensor, magnitude: Tensor) -> tuple[Tensor, Tensor | float]:
 
 def path_quantizers(levels: Tensor, states: int) -> Tensor:
     """Which quantizer each level of paths down the rows of (batch, rows, columns) uses."""
-    rows = levels.shape[1]
+    batch, rows, columns = levels.shape
     segment = segment_rows(rows)
     low = levels.abs().to(torch.int32).bitwise_and_(3).to(torch.uint8)  # these bits give an index's parity
-    loud = (low & 1).amax(1)[:, None]  # quiet columns have no odd level: (batch, 1, columns)
+    loud = (low & 1).amax(1)[:, None].expand(batch, -(-rows // segment), columns)  # quiet: no odd level
     low = torch.nn.functional.pad(low, (0, 0, 0, -rows % segment)).unflatten(1, (-1, segment))
-    past: list[tuple[Tensor, Tensor]] = []
-    found = torch.zeros_like(low)
-    of_quantizers, of_parities = taps(states)
-    for row in range(segment):
-        here = found[:, :, row]
-        for back in of_quantizers:
-            if back <= row:
-                here ^= past[-back][0]
-        for back in of_parities:
-            if back <= row:
-                here ^= past[-back][1]
+    paths = low.movedim(2, 0).reshape(segment, -1)
+    if levels.is_cuda:
+        from factorpack.solve.trellis_triton import find_quantizers  # triton is there only with a GPU
+
+        found = find_quantizers(paths, loud.reshape(-1).contiguous(), states)
+    else:
+        found = _find_quantizers(paths, loud.reshape(-1), states)
+    by_row = found.reshape(segment, *loud.shape).movedim(0, 2).flatten(1, 2)
+    return by_row[:, :rows].to(torch.int32)
+
+
+def _find_quantizers(low: Tensor, loud: Tensor, states: int) -> Tensor:
+    """Row by row, from the quantizers and parities of the rows above: (segment, paths)."""
+    found, past = torch.zeros_like(low), list[tuple[Tensor, Tensor]]()
+    for row, here in enumerate(found):
+        for which, backs in enumerate(taps(states)):
+            for back in backs:
+                if back <= row:
+                    here ^= past[-back][which]
         here &= loud
-        past = [*past[-2:], (here, (low[:, :, row] + here) >> 1 & 1)]
-    return found.flatten(1, 2)[:, :rows].to(torch.int32)
+        past = [*past[-2:], (here, (low[row] + here) >> 1 & 1)]
+    return found
 
 
 def _count(models: Tensor, symbols: Tensor) -> Tensor:

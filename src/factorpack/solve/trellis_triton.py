@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from factorpack.quantize.trellis import segment_rows
+from factorpack.quantize.trellis import LONGEST, segment_rows
 from factorpack.solve.code_length import CLASSES, REACH
+from factorpack.solve.feedback import BLOCK
 from factorpack.solve.trellis_search import TrellisLengths
 
 SUBSETS = 4
@@ -20,6 +21,8 @@ LANES = 64
 """Paths per program, where all are known."""
 AT_ONCE = 8
 """Rows whose costs are loaded before they are added up."""
+_SIZES = ["rows", "group_rows", "first", "size", "factor_stride", "segment", "width"]
+"""A kernel for every shape would take longer to compile than to run."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -80,7 +83,7 @@ def _cheapest_end(t0, t1, t2, t3, t4, t5, t6, t7, STATES: tl.constexpr):  # type
     return state
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows", "paths", "plane"], do_not_specialize_on_alignment=["paths", "plane"])  # type: ignore[untyped-decorator]
 def _find_paths(costs, choices, taken, rows, paths, plane, LANES: tl.constexpr, STATES: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program: LANES paths, row by row and back."""
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
@@ -123,6 +126,35 @@ def find_paths(costs: Tensor, states: int) -> Tensor:
     return taken
 
 
+@triton.jit(do_not_specialize=["rows", "paths"], do_not_specialize_on_alignment=["paths"])  # type: ignore[untyped-decorator]
+def _find_quantizers(levels, loud, found, rows, paths, LANES: tl.constexpr, STATES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program: LANES paths. The taps are those of quantize/trellis.py."""
+    lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    here = lane < paths
+    free = tl.load(loud + lane, here, 0).to(tl.int32)
+    none = free * 0
+    q1, q2, q3, p1, p2 = none, none, none, none, none
+    for row in range(rows):
+        own = row * paths + lane
+        low = tl.load(levels + own, here, 0).to(tl.int32)
+        quantizer = (q1 ^ q3 ^ p2 if STATES == 8 else q2 ^ p1) & free
+        tl.store(found + own, quantizer.to(tl.uint8), here)
+        q1, q2, q3, p1, p2 = quantizer, q1, q2, ((low + quantizer) >> 1) & 1, p1
+
+
+def find_quantizers(levels: Tensor, loud: Tensor, states: int) -> Tensor:
+    """The quantizers of paths, (segment, paths), whose levels have these two lowest bits, in bytes.
+
+    A path that is not `loud`, (paths,), has the first one throughout.
+    """
+    rows, paths = levels.shape
+    found = torch.empty_like(levels)
+    _find_quantizers[(triton.cdiv(paths, LANES),)](
+        levels, loud, found, rows, paths, LANES=LANES, STATES=states, num_warps=LANES // 32
+    )
+    return found
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _cheapest(size, quantizer, parity, table, price, REACH: tl.constexpr):  # type: ignore[no-untyped-def]
     """The nearest index with that parity, or the next one towards zero: its level and cost."""
@@ -137,7 +169,7 @@ def _cheapest(size, quantizer, parity, table, price, REACH: tl.constexpr):  # ty
     return tl.where(other < cost, lower, level), tl.minimum(cost, other)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)  # type: ignore[untyped-decorator]
 def _round_block(  # type: ignore[no-untyped-def]
     numbers,
     factor,
@@ -157,8 +189,8 @@ def _round_block(  # type: ignore[no-untyped-def]
     size,
     factor_stride,
     price,
-    segment: tl.constexpr,
-    width: tl.constexpr,
+    segment,
+    width,
     N: tl.constexpr,
     ROWS: tl.constexpr,
     STATES: tl.constexpr,
@@ -181,6 +213,7 @@ def _round_block(  # type: ignore[no-untyped-def]
     corner = factor + (line // group_rows) * factor_stride + first * size + first
     unit = tl.load(step + line, here, 1.0)
     classes = tl.load(row_class + line, here, 0)
+    last = (segment + AT_ONCE - 1) // AT_ONCE * AT_ONCE - 1
     costs += own * ROWS * 4
     choices += own * ROWS
     taken += own * ROWS
@@ -198,7 +231,7 @@ def _round_block(  # type: ignore[no-untyped-def]
         t0 = price * 0.0
         far = t0 + float("inf")
         t1, t2, t3, t4, t5, t6, t7 = far, far, far, far, far, far, far
-        for top in range(0, ROWS, AT_ONCE):
+        for top in range(0, segment, AT_ONCE):
             for offset in tl.static_range(AT_ONCE):
                 one = costs + (top + offset) * 4
                 c0, c1, c2, c3 = tl.load(one), tl.load(one + 1), tl.load(one + 2), tl.load(one + 3)
@@ -208,13 +241,13 @@ def _round_block(  # type: ignore[no-untyped-def]
                 tl.store(choices + top + offset, chosen)
         tl.debug_barrier()
         state = _cheapest_end(t0, t1, t2, t3, t4, t5, t6, t7, STATES)
-        for top in range(0, ROWS, AT_ONCE):
+        for top in range(0, segment, AT_ONCE):
             for offset in tl.static_range(AT_ONCE):
-                above = ROWS - 1 - top - offset
+                above = last - top - offset
                 state, led = _return(state, tl.load(choices + above), STATES)
                 tl.store(taken + above, led)
         tl.debug_barrier()
-        path = tl.load(taken + place)
+        path = tl.load(taken + place, place < segment, 0)
         even, odd = tl.load(costs + place * 4), tl.load(costs + place * 4 + 1)
         is_quiet = tl.load(quiet + batch * size + first + index) != 0
         path = tl.where(is_quiet, (odd < even).to(path.dtype), path)
@@ -242,8 +275,8 @@ def round_block(
     size, segment = factor.shape[-1], segment_rows(rows)
     block = block.contiguous()
     codes, residues = torch.empty_like(block), torch.empty_like(block)
-    count, padded = -(-rows // segment), max(triton.next_power_of_2(segment), 16)
-    scratch_rows = batch * count * padded
+    count = -(-rows // segment)
+    scratch_rows = batch * count * LONGEST
     _round_block[(count, batch)](
         block,
         factor,
@@ -263,10 +296,10 @@ def round_block(
         size,
         size * size,
         lengths.price,
-        segment=segment,
-        width=width,
-        N=max(triton.next_power_of_2(width), 16),
-        ROWS=padded,
+        segment,
+        width,
+        N=BLOCK,
+        ROWS=LONGEST,
         STATES=lengths.states,
         REACH=REACH,
         CLASSES=CLASSES,

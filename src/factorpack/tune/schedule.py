@@ -34,7 +34,8 @@ class Schedule:
     """"train" uses and updates batch statistics; "frozen" keeps the running ones, better for few images."""
     codes: Literal["trained", "frozen"] = "trained"
     """"frozen" keeps the codes, and so the size, and trains scales, norms and biases, with learning rates
-    relative to each tensor's RMS: better for few inputs, and the only way to train codes along a trellis."""
+    relative to each tensor's RMS: better for few inputs. Codes along a trellis that are trained first become
+    plain codes of about as many bits."""
     teacher_share: float = 1.0
     """With a teacher: the distillation share of the loss; the rest is the loss on the labels."""
     temperature: float = 1.0

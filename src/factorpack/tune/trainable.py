@@ -12,14 +12,13 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from factorpack.errors import PlanError
 from factorpack.kinds import KINDS
 from factorpack.kinds.base import cast_clamped
 from factorpack.kinds.codewords import codeword_indices, sum_codewords
 from factorpack.kinds.levels import level_range
 from factorpack.kinds.product import Product
 from factorpack.quantize.straight_through import fake_quantize, straight_through
-from factorpack.quantize.uniform import code_dtype, root_mean_square, to_codes
+from factorpack.quantize.uniform import code_dtype, root_mean_square, storable, to_codes
 from factorpack.record import Encoded
 
 UNITS_PER_CODE = 32.0
@@ -168,7 +167,7 @@ class TrainableFactors(nn.Module):
 
     def __init__(self, encoded: Encoded, frozen: bool = False) -> None:
         super().__init__()
-        _check_free(encoded, frozen)
+        encoded = encoded if frozen else leave_path(encoded)
         self.like = encoded
         kind = KINDS[encoded.kind]
         assert isinstance(kind, Product)
@@ -212,7 +211,7 @@ class TrainableScalar(nn.Module):
 
     def __init__(self, encoded: Encoded, frozen: bool = False) -> None:
         super().__init__()
-        _check_free(encoded, frozen)
+        encoded = encoded if frozen else leave_path(encoded)
         self.like = encoded
         codes, scale = encoded.parts["codes"], encoded.parts["scale"]
         mask = codes != 0 if encoded.extra_zeros else None
@@ -296,12 +295,15 @@ TRAINABLE: dict[
 fixed, as it was stored."""
 
 
-def _check_free(encoded: Encoded, frozen: bool) -> None:
-    if encoded.trellis and not frozen:
-        raise PlanError(
-            f"its codes are a path through a trellis of {encoded.trellis} states, and codes that are trained "
-            "leave it: compress without trellis, or train with codes='frozen'"
-        )
+def leave_path(encoded: Encoded) -> Encoded:
+    """Codes along a trellis as plain codes of twice the step, which take about as many bits; others as they are."""
+    if not encoded.trellis:
+        return encoded
+    path, scale = ("latent", "latent_scale") if KINDS[encoded.kind].is_product else ("codes", "scale")
+    codes, step = encoded.parts[path], encoded.parts[scale]
+    plain = (codes.float() / 2).round_().to(codes.dtype)  # halves to even, so that nothing shrinks on average
+    parts = {**encoded.parts, path: plain, scale: storable(2 * step.float())}
+    return replace(encoded, parts=parts, trellis=0)
 
 
 def _like(encoded: Encoded, parts: dict[str, Tensor]) -> Encoded:
