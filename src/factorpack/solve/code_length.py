@@ -91,11 +91,11 @@ def fit_lengths(values: Tensor, price: float = HIGH_RATE, rounds: int = 2) -> Co
     middle = _half_octaves(size.mean((1, 2)))
     row_class = (rows - middle[:, None]).round().long() + CLASSES // 2
     column_class = (columns - middle[:, None]).round().long()
-    table = values.new_zeros(len(values), CLASSES, 2 * REACH + 1)
-    lengths = CodeLengths(table, row_class, column_class, price)
-    for _ in range(rounds):
-        table = _bits_table(lengths.round_all(values), row_class, column_class)
+    codes = values.round()  # while nothing is known of their lengths
+    for left in reversed(range(rounds)):
+        table = _bits_table(codes, row_class, column_class)
         lengths = CodeLengths(table, row_class, column_class, price)
+        codes = lengths.round_all(values) if left else codes
     return lengths
 
 
