@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from factorpack.budget.trial import (
 from factorpack.calibration.calibrate import calibrate
 from factorpack.decoding import decode
 from factorpack.methods import Keep, Scalar
+from factorpack.record import Encoded
 from factorpack.weight import Weight
 from tests.helpers import seeded
 
@@ -163,3 +164,87 @@ def test_many_weights_are_measured_on_fewer_inputs(blocks: int, measured: int) -
     """Two trials per weight, of half a pass each, within eight passes over eight times the held-out inputs."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2 * blocks))).eval()
     assert _inputs_to_measure(model, calibrate(model, seeded(32, 4)), segments=10**6) == measured
+
+
+class Centred(nn.Module):
+    """Blocks whose samples are centred over the batch: they depend on one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = Blocks(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x - x.mean(0))  # type: ignore[no-any-return]
+
+
+class TimeFirst(nn.Module):
+    """Texts whose activations have time before samples, as some recurrent networks do."""
+
+    def __init__(self, flat: bool) -> None:
+        super().__init__()
+        self.blocks, self.flat = Blocks(3), flat
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = x.transpose(0, 1)
+        found = (
+            self.blocks(inner.flatten(0, 1)).unflatten(0, inner.shape[:2])
+            if self.flat
+            else self.blocks(inner)
+        )
+        return found.transpose(0, 1).mean(1)  # type: ignore[no-any-return]
+
+
+def rough_codes(model: nn.Module) -> dict[str, Encoded]:
+    return {
+        name: Scalar(2).encode(Weight(value))
+        for name, value in model.state_dict().items()
+        if value.dim() == 2 and not name.endswith("last.weight")
+    }
+
+
+def count_rows(
+    trial: SingleWeightTrial, layer: str, codes: Mapping[str, Encoded]
+) -> tuple[list[int], dict[str, float]]:
+    """Samples of each run of a layer while weights are tried, and their divergences."""
+    rows: list[int] = []
+    with hooked(trial.model, after={layer: lambda _module, _inputs, output: rows.append(len(output))}):
+        found = dict(trial.divergences(codes))
+    return rows, found
+
+
+@pytest.mark.parametrize("room", [1 << 29, 2000, 1])
+def test_weights_tried_in_one_pass_diverge_as_they_do_alone(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether all copies fit into memory at once, some of them, or one; the shared weight is tried alone."""
+    monkeypatch.setattr("factorpack.budget.side_by_side.COPY_BYTES", room)
+    torch.manual_seed(0)
+    model, batches = Blocks(3).eval(), [seeded(7, 12), seeded(5, 12, seed=1)]
+    trial, codes = SingleWeightTrial(model, calibrate(model, batches)), rough_codes(model)
+    before = {name: value.clone() for name, value in trial.state.items()}
+    alone, expected = count_rows(trial, "blocks.2.0", codes)
+    assert set(alone) == {5, 7}
+    monkeypatch.setattr("factorpack.budget.coding.ALONE", frozenset())
+    together, found = count_rows(trial, "blocks.2.0", codes)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert (max(together) > 7 * 3) == (room > 2000)
+    assert all(torch.equal(value, before[name]) for name, value in trial.state.items())
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (Centred(), seeded(8, 12)),
+        (TimeFirst(flat=False), seeded(8, 8, 12)),
+        (TimeFirst(flat=True), seeded(8, 8, 12)),
+        (Blocks(3), seeded(1, 12)),
+    ],
+    ids=["centred over samples", "time first", "time first, flat", "one sample"],
+)
+def test_samples_that_may_depend_on_one_another_are_tried_alone(
+    model: nn.Module, inputs: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial, codes = SingleWeightTrial(model.eval(), calibrate(model, inputs)), rough_codes(model)
+    expected = dict(trial.divergences(codes))
+    monkeypatch.setattr("factorpack.budget.coding.ALONE", frozenset())
+    assert dict(trial.divergences(codes)) == expected

@@ -16,32 +16,26 @@ from factorpack.record import Encoded
 
 
 class Reference:
-    """A model's predictions for a batch, to measure the divergence of others from: what is needed each time."""
+    """A model's predictions for a batch, to measure the divergence of others from."""
 
     def __init__(self, original: Predictions) -> None:
         self.are_logits, self.count = original.are_logits, len(original.values)
-        self.nbytes = original.values.nbytes
-        self._kept = original.values
+        self.bytes = original.values.nbytes
+        self._values = original.values.double()
+        """Logits as logarithms of probabilities."""
         if original.are_logits:
-            logs = original.values.double().log_softmax(-1)
-            # Of the kept precision everywhere: a model then diverges from itself by nothing.
-            self._kept = logs.exp().to(torch.promote_types(original.values.dtype, torch.float32))
-            self._own = self._expected(logs)
+            self._values = self._values.log_softmax(-1)
 
     def divergences(self, changed: Predictions, copies: int = 1) -> Tensor:
         """Kullback-Leibler divergences of copies, in nats, summed over the predictions of each: (copies,)."""
-        after = changed.values.double()
+        before, after = self._values, changed.values.double()
         if self.are_logits:
-            return (self._own - self._expected(after.log_softmax(-1))).clamp_min(0.0)
-        before = self._kept.double()
+            logs = after.log_softmax(-1).unflatten(0, (copies, -1))
+            lost = torch.sub(before, logs, out=logs).mul_(before.exp())  # in place: these may be gigabytes
+            return torch.stack([each.sum() for each in lost])
         variance = (2 * before.square().mean()).clamp_min(1e-30)
-        lost: Tensor = (before - after.unflatten(0, (copies, -1))).square().sum((1, 2)) / variance
-        return lost
-
-    def _expected(self, logs: Tensor) -> Tensor:
-        """The logarithms of probabilities, summed as often as the original predicts them: (copies,)."""
-        kept = self._kept.double().flatten()
-        return logs.reshape(-1, len(kept)) @ kept
+        apart = before - after.unflatten(0, (copies, -1))
+        return torch.stack([each.square().sum() for each in apart]) / variance
 
 
 def divergence_of(original: Predictions, compressed: Predictions) -> tuple[float, int]:

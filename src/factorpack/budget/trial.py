@@ -96,7 +96,7 @@ class SingleWeightTrial:
         if copies.place < last:
             copies = self._copies.move(index, copies, last)
         return torch.cat(
-            [original.divergences(*found) for found in self._copies.predict(index, copies, original.nbytes)]
+            [original.divergences(*found) for found in self._copies.predict(index, copies, original.bytes)]
         ).cpu()
 
     @contextmanager
