@@ -171,10 +171,11 @@ class Centred(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = Blocks(3)
+        self.blocks, self.head = Blocks(3), nn.Linear(12, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks(x - x.mean(0))  # type: ignore[no-any-return]
+        found = self.blocks(x)
+        return self.head(found - found.mean(0))  # type: ignore[no-any-return]
 
 
 class TimeFirst(nn.Module):

@@ -270,7 +270,8 @@ def test_a_basis_is_its_codes_times_one_scale() -> None:
 
 @pytest.mark.parametrize("tile", [1, 4])
 @pytest.mark.parametrize("adapted", [False, True])
-def test_problems_of_several_layers_are_those_of_each(tile: int, adapted: bool) -> None:
+@pytest.mark.parametrize("corner", [1.0, -5.0])
+def test_problems_of_several_layers_are_those_of_each(tile: int, adapted: bool, corner: float) -> None:
     """Also beside a layer that sees nothing, one that sees little, and one whose moments are not positive."""
     rows = torch.stack([mixed(10, 12, seed=seed) for seed in range(5)])
     inputs = [mixed(300, 12, seed, unit)[None] for seed, unit in enumerate((1.0, 0.0, 1e-3, 1.0, 2.0))]
@@ -281,7 +282,7 @@ def test_problems_of_several_layers_are_those_of_each(tile: int, adapted: bool) 
         moments_of(each, *(other if adapted else ())) for each, other in zip(inputs, others, strict=True)
     ]
     odd = moments[3].second.clone()
-    odd[0, 0, 0] = -5.0
+    odd[0, 0, 0] *= corner
     moments[3] = replace(moments[3], second=odd)
     found = layer_problems(rows, moments, tile, 0.05)
     for problem, weight, of_one in zip(found, rows, moments, strict=True):

@@ -34,7 +34,7 @@ COPY_BYTES = 1 << 29
 WITHIN = 4
 """Activations inside a segment are about as many times as large as those at its border."""
 ALIKE = 5e-3
-"""Relative difference of outputs that counts as none: matrices may be multiplied in reduced precision."""
+"""A difference that counts as none, relative to that of samples: products may be of reduced precision."""
 
 
 class SideBySide:
@@ -141,7 +141,7 @@ def _are_alike(found: Tensor, wanted: Tensor | None) -> Tensor:
     if found.shape[1:] != wanted.shape[1:]:
         return torch.tensor(False, device=found.device)
     first, wanted = found[: len(wanted)].float(), wanted.to(found.device).float()
-    spread = (wanted - wanted.mean()).norm()
+    spread = (wanted - wanted.mean(0)).norm()  # over samples: what all have in common shows nothing
     precision = math.sqrt(torch.finfo(found.dtype).eps)
     close: Tensor = (first - wanted).norm() <= max(ALIKE, precision) * spread
     return close
