@@ -13,7 +13,7 @@ from torch import nn
 import factorpack as fp
 from factorpack.batches import hooked
 from factorpack.budget.curves import Curve
-from factorpack.budget.divergence import divergence_of
+from factorpack.budget.divergence import Reference, divergence_of
 from factorpack.budget.outputs import Predictions, predictions_of
 from factorpack.budget.trial import (
     LARGEST_CORRECTION,
@@ -51,6 +51,21 @@ def test_values_are_the_mean_of_a_gaussian_of_their_own_deviation(width: int) ->
     wanted = torch.tensor([[-1.0], [1.0]]).expand(2, width)
     found = divergence_of(Predictions(wanted, are_logits=False), Predictions(wanted + 0.5, are_logits=False))
     assert found == (pytest.approx(2 * width * 0.25 / 2), 2)
+
+
+@pytest.mark.parametrize("at_once", [1 << 30, 20])
+def test_divergences_of_several_copies_from_what_is_kept_of_the_original(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where sums of products stand for the differences."""
+    before, after = 3 * seeded(6, 5), 3 * seeded(6, 5) + 0.1 * seeded(2, 6, 5, seed=1)
+    wanted = Predictions(before, are_logits=True)
+    expected = [divergence_of(wanted, Predictions(each, are_logits=True))[0] for each in after]
+    monkeypatch.setattr("factorpack.budget.coding.ALONE", frozenset())
+    monkeypatch.setattr("factorpack.budget.divergence.MOST_AT_ONCE", at_once)
+    found = Reference(wanted).divergences(Predictions(after.flatten(0, 1), are_logits=True), 2)
+    assert found.tolist() == pytest.approx(expected, rel=1e-12)
+    assert divergence_of(wanted, wanted) == (0.0, 6)
 
 
 def test_one_weight_alone_and_the_model_as_it_was() -> None:
