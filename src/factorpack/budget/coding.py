@@ -16,7 +16,7 @@ from factorpack.budget.step_search import StepSearch
 from factorpack.format.streams import split_of, states_of
 from factorpack.methods import SecondOrder
 from factorpack.methods.second_order import encode_each_at
-from factorpack.record import Encoded
+from factorpack.record import Encoded, LayerMoments
 from factorpack.solve.code_size import estimate_bytes
 from factorpack.weight import Weight
 
@@ -61,7 +61,7 @@ def at_once(shape: Sequence[int]) -> int:
 
 def prepare_together(weights: Sequence[Weight], ways: Sequence[Sequence[SecondOrder]]) -> None:
     """Prepares weights of one shape to be rounded, each by several methods, where that is faster at once."""
-    if len(weights) < 2 or not works_together(weights[0].values.device):
+    if len(weights) < 2 or not works_together(_device_of(weights[0])):
         return
     users: dict[SecondOrder, list[Weight]] = {}
     for weight, methods in zip(weights, ways, strict=True):
@@ -100,7 +100,13 @@ def _can_join(weight: Weight, method: SecondOrder) -> bool:
     """Whether the weight may be rounded with others: a path through a trellis, for one, may not."""
     divides = weight.filter_size % method.tile == 0
     known = weight.inputs is not None and not method.trellis and divides
-    return known and works_together(weight.values.device)
+    return known and works_together(_device_of(weight))
+
+
+def _device_of(weight: Weight) -> torch.device:
+    """Where a weight is rounded: beside the moments of its inputs, if they are known."""
+    inputs = weight.inputs
+    return inputs.second.device if isinstance(inputs, LayerMoments) else weight.values.device
 
 
 def _encode_alike(

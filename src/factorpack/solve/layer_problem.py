@@ -286,8 +286,9 @@ def _adapt_to_inputs(rows: Tensor, second: Tensor, cross: Tensor, damping: float
         each = zip(rows.chunk(layers), second.chunk(layers), cross.chunk(layers), strict=True)
         return torch.cat([_adapt_to_inputs(*one, damping, 1) for one in each])
     wanted = cross + rows * level.diagonal(dim1=1, dim2=2)[:, None]
-    adapted: Tensor = torch.cholesky_solve(wanted.transpose(1, 2), lower).transpose(1, 2)
-    return adapted
+    # In turn, as they are factored.
+    each_of = zip(wanted.transpose(1, 2).chunk(layers), lower.chunk(layers), strict=True)
+    return torch.cat([torch.cholesky_solve(*one) for one in each_of]).transpose(1, 2)
 
 
 def _to_latent(rows: Tensor, basis: Basis | None) -> Tensor:
