@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,14 @@ from torch import Tensor
 
 from factorpack.record import LayerMoments
 from factorpack.solve.feedback import feedback_factor
-from factorpack.solve.layer_problem import Basis, layer_problem, layer_problems, smooth_inputs, tile_basis
+from factorpack.solve.layer_problem import (
+    Basis,
+    LayerProblem,
+    layer_problem,
+    layer_problems,
+    smooth_inputs,
+    tile_basis,
+)
 from tests.helpers import assert_close, relative_error, seeded
 
 LITTLE = 1e-9
@@ -284,7 +292,23 @@ def test_problems_of_several_layers_are_those_of_each(tile: int, adapted: bool, 
     odd = moments[3].second.clone()
     odd[0, 0, 0] *= corner
     moments[3] = replace(moments[3], second=odd)
-    found = layer_problems(rows, moments, tile, 0.05)
+    assert_alike(layer_problems(rows, moments, tile, 0.05), rows, moments, tile)
+
+
+@pytest.mark.parametrize("tile", [1, 4])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_problems_of_layers_with_the_same_inputs_are_those_of_each(tile: int, adapted: bool) -> None:
+    rows, inputs = torch.stack([mixed(10, 12, seed=seed) for seed in range(3)]), mixed(300, 12)[None]
+    original = inputs + 0.1 * mixed(300, 12, 7)[None]
+    moments = [moments_of(inputs, *((original, weight) if adapted else ())) for weight in rows]
+    moments = [replace(each, second=moments[0].second) for each in moments]
+    assert_alike(layer_problems(rows, moments, tile, 0.05), rows, moments, tile)
+
+
+def assert_alike(
+    found: Sequence[LayerProblem], rows: Tensor, moments: Sequence[LayerMoments], tile: int
+) -> None:
+    """Problems posed at once, against each posed alone."""
     for problem, weight, of_one in zip(found, rows, moments, strict=True):
         basis = tile_basis(weight, tile, of_one.second) if tile > 1 else None
         alone = layer_problem(weight, of_one, basis, 0.05)

@@ -172,12 +172,18 @@ def layer_problems(
     rows: Tensor, moments: Sequence[LayerMoments], tile: int = 1, damping: float = DAMPING
 ) -> list[LayerProblem]:
     """The problems of weights of one shape, (layers, out, K), each of one group: few large operations for all."""
-    layers = len(rows)
-    second = torch.cat([each.second for each in moments])
-    crosses = [each.cross for each in moments if each.cross is not None]
-    cross = torch.cat(crosses) if len(crosses) == layers else None
-    basis = tile_basis(rows, tile, second[:, None]) if tile > 1 else None
-    latent, factor = _pose(rows, second, cross, basis, damping, layers)
+    layers, crosses = len(rows), [each.cross for each in moments if each.cross is not None]
+    basis = None
+    if tile == 1 and all(each.second is moments[0].second for each in moments):
+        # Layers with the same inputs, such as queries and keys, are rows of one problem.
+        cross = torch.cat(crosses, 1) if len(crosses) == layers else None
+        joined, one = _pose(rows.flatten(0, 1)[None], moments[0].second, cross, None, damping)
+        latent, factor = joined.reshape(rows.shape), one.expand(layers, -1, -1)
+    else:
+        second = torch.cat([each.second for each in moments])
+        cross = torch.cat(crosses) if len(crosses) == layers else None
+        basis = tile_basis(rows, tile, second[:, None]) if tile > 1 else None
+        latent, factor = _pose(rows, second, cross, basis, damping, layers)
     bases = (
         [None] * layers
         if basis is None
