@@ -142,10 +142,7 @@ def ans_decode(data: bytes, rows: int, columns: int) -> list[list[int]]:
             view[row][column] = codes[symbol]
     assert message.state == 0
     assert not message.words
-    if not split:
-        return view
-    flat = [code for row in view for code in row]  # of the transpose
-    return [flat[row::rows] for row in range(rows)]
+    return from_view(view, split, rows)
 
 
 NEXT = {
@@ -157,20 +154,38 @@ NEXT = {
 
 def path_decode(data: bytes, rows: int, columns: int, states: int) -> list[list[int]]:
     """A matrix of levels that are a path through a trellis."""
+    if data[0] == 0:
+        segment, split = struct.unpack_from("<HI", data, 1)
+        height = split or rows
+        view = walk(ans_decode(data[7:], height, rows * columns // height), segment, states)
+        return from_view(view, split, rows)
     flags = data[0]
-    total_bits, is_wide, is_split = flags & 31, flags >> 5 & 1, flags >> 6
+    total_bits, is_wide, is_split = flags & 31, flags >> 5 & 1, flags >> 6 & 1
     low, size, row_classes, column_classes = struct.unpack_from("<hHBB" if is_wide else "<bBBB", data, 1)
     at = 7 if is_wide else 5
     split = int.from_bytes(data[at : at + 4], "little") if is_split else 0
     at += 4 * is_split
+    models = 2 * (row_classes + column_classes + 1)
+    chunked, lengths = [], []
+    if flags >> 7:
+        chunked = [each for each in range(models) if int.from_bytes(data[at : at + 16], "little") >> each & 1]
+        lengths = struct.unpack_from(f"<{len(chunked)}I", data, at + 16)
+        at += 16 + 4 * len(chunked)
+    counts = struct.unpack_from(f"<{len(chunked)}I", data, at)
+    at += 4 * len(chunked)
     segment = int.from_bytes(data[at : at + 2], "little")
     at += 2
-    models = 2 * (row_classes + column_classes + 1)
     width = size.bit_length()
     end = at + (models * width + 7) // 8
     sizes = [value + 1 for value in unpack_bits(data[at:end], models, width)]
     tables, used = read_tables(data[end:], [row_classes + 1, 2 * (column_classes + 1), *sizes], total_bits)
-    message = Message(data[end + used :])
+    chunks_at = len(data) - sum(lengths)
+    message = Message(data[end + used : chunks_at - (2 if lengths else 0)])
+    blocks = {}
+    for model, length, count in zip(chunked, lengths, counts, strict=True):
+        chunk = data[chunks_at : chunks_at + length]
+        blocks[model] = iter(chunk_decode(chunk, count, 8 if size < 256 else 16))
+        chunks_at += length
     height = split or rows
     width = rows * columns // height
     row_class = [message.take(tables[0]) for _ in range(height)]
@@ -185,16 +200,36 @@ def path_decode(data: bytes, rows: int, columns: int, states: int) -> list[list[
                 quantizer = column_kind[column] & state[row - place, column] * 2 // states
                 entries.append((2 * (row_class[row] + column_kind[column] // 2) + quantizer, row, column))
         for model, row, column in sorted(entries, key=lambda entry: entry[0]):
-            index = codes[message.take(tables[2 + model])]
+            symbol = next(blocks[model]) if model in blocks else message.take(tables[2 + model])
+            index = codes[symbol]
             sign = (index > 0) - (index < 0)
             view[row][column] = 2 * index - (model & 1) * sign
             before = state[row - place, column]
             state[row - place, column] = NEXT[states][before][index & 1]
     assert message.state == 0
     assert not message.words
+    assert not any(list(block) for block in blocks.values())
+    return from_view(view, split, rows)
+
+
+def walk(indices: list[list[int]], segment: int, states: int) -> list[list[int]]:
+    """The levels of indices, each column of each segment from state 0."""
+    levels = [[0] * len(row) for row in indices]
+    for column in range(len(indices[0])):
+        state = 0
+        for row, own in enumerate(indices):
+            state = state if row % segment else 0
+            index = own[column]
+            sign = (index > 0) - (index < 0)
+            levels[row][column] = 2 * index - (state * 2 // states) * sign
+            state = NEXT[states][state][index & 1]
+    return levels
+
+
+def from_view(view: list[list[int]], split: int, rows: int) -> list[list[int]]:
     if not split:
         return view
-    flat = [code for row in view for code in row]
+    flat = [code for row in view for code in row]  # of the transpose
     return [flat[row::rows] for row in range(rows)]
 
 

@@ -27,7 +27,7 @@ def path(indices: np.ndarray, quiet: np.ndarray, states: int) -> np.ndarray:
     for row in range(segment):
         here = state[: len(indices[row::segment])]
         quantizer[row::segment] = of.quantizer[here]
-        here[:] = of.step(here, indices[row::segment])
+        here[:] = of.after[here, indices[row::segment] & 1]
     return levels_of(indices, quantizer)
 
 
@@ -68,6 +68,28 @@ def test_segments_that_are_and_are_not_full(states: int, rows: int) -> None:
     stream = trellis.encode(levels, states)
     assert (trellis.decode(stream, rows, 9, states) == levels).all()
     assert reference.path_decode(stream, rows, 9, states) == levels.tolist()
+
+
+def gaussian_path(rows: int, columns: int, step: float, quiet: bool) -> np.ndarray:
+    generator = np.random.default_rng(0)
+    loud = generator.choice([0.5, 1.0, 4.0], columns)
+    indices = np.rint(loud / step * generator.normal(size=(rows, columns))).astype(np.int64)
+    return path(indices, (np.arange(columns) % 5 == 0) & quiet, 8).astype(np.int16)
+
+
+@pytest.mark.parametrize(
+    ("step", "quiet", "kind"), [(0.2, False, "independent"), (0.2, True, "chunked"), (2.0, False, "chunked")]
+)
+def test_large_streams_have_chunks_and_no_models_by_quantizer_where_these_do_not_pay(
+    step: float, quiet: bool, kind: str
+) -> None:
+    levels = gaussian_path(150, 200, step, quiet)
+    stream = trellis.encode(levels, 8)
+    assert (stream[0] == 0) == (kind == "independent")
+    assert (stream[0 if stream[0] else 7] >= 128) == (kind == "chunked" or step < 1)
+    assert (trellis.decode(stream, 150, 200, 8) == levels).all()
+    assert reference.path_decode(stream, 150, 200, 8) == levels.tolist()
+    assert abs(trellis.estimated_bytes(levels, 8) / len(stream) - 1) < 0.01
 
 
 @pytest.mark.parametrize("value", [0, 2, -128])

@@ -12,13 +12,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from factorpack.format import chunks, entropy
+from factorpack.format import chunks, entropy, trellis_stream
 from factorpack.format.container import Writer
 from factorpack.record import Encoded
 
 GOLDEN = Path(__file__).with_name("golden.packed.safetensors")
 ALIASES = {"tied.weight": "fc.weight"}
-CHUNKED = "chunked.weight"
+PATH, CHUNKED, CHUNKED_PATH = "path.weight", "chunked.weight", "chunked_path.weight"
 
 
 def hashed(index: int, salt: int) -> int:
@@ -57,8 +57,10 @@ def tensors() -> dict[str, Encoded]:
         **_levels(),
         "spatial.weight": _spatial(),
         "sums.weight": _sums(),
-        "path.weight": _path(),
+        PATH: _path(),
         CHUNKED: _chunked(),
+        "independent_path.weight": _path(),
+        CHUNKED_PATH: _path(),
     }
 
 
@@ -229,10 +231,16 @@ def _spatial() -> Encoded:
 def write(path: Path) -> None:
     with Writer(path) as writer:
         for name, encoded in tensors().items():
-            # Chunks are for blocks far larger than any here.
-            few = 1 if name == CHUNKED else chunks.FEWEST
-            margin = 2.0 if name == CHUNKED else entropy._CHUNK_MARGIN
-            with patch.object(chunks, "FEWEST", few), patch.object(entropy, "_CHUNK_MARGIN", margin):
+            # Chunks are for blocks far larger than any here, and models by quantizer for lower rates.
+            is_chunked = name in (CHUNKED, CHUNKED_PATH)
+            few = 1 if is_chunked else chunks.FEWEST
+            margin = 2.0 if is_chunked else entropy._CHUNK_MARGIN
+            least = -1.0 if name in (PATH, CHUNKED_PATH) else trellis_stream._MARGIN
+            with (
+                patch.object(chunks, "FEWEST", few),
+                patch.object(entropy, "_CHUNK_MARGIN", margin),
+                patch.object(trellis_stream, "_MARGIN", least),
+            ):
                 writer.add(name, encoded)
         for alias, target in ALIASES.items():
             writer.alias(alias, target)

@@ -16,7 +16,7 @@ from torch import Tensor
 import factorpack as fp
 import factorpack.packed as packed_module
 from factorpack.decoding import decode
-from factorpack.format import blocks, entropy, schema, trellis_stream, untrusted_json
+from factorpack.format import blocks, entropy, path_reader, schema, trellis_stream, untrusted_json
 from factorpack.format import frequency_tables as tables
 from factorpack.format.container import Reader
 from factorpack.hub.quantizer import _open_file
@@ -167,7 +167,7 @@ def random_path(rows: int, columns: int, segment: int) -> NDArray[np.int32]:
         here = state[: len(range(row, rows, segment))]
         indices = rng.integers(-3, 4, here.shape)
         levels[row::segment] = levels_of(indices, of.quantizer[here])
-        here[:] = of.step(here, indices)
+        here[:] = of.after[here, indices & 1]
     return levels
 
 
@@ -188,23 +188,23 @@ class TestPaths:
         levels = random_path(*shape, max(trellis_stream.segment_rows(shape[0]), 16))
         data = trellis_stream.encode(levels, 8)
         calls: list[int] = []
-        by_model = trellis_stream._by_model
+        by_model = path_reader.by_model
 
         def counted(models: NDArray[np.uint8]) -> object:
             calls.append(models.size)
             return by_model(models)
 
-        monkeypatch.setattr(trellis_stream, "_by_model", counted)
+        monkeypatch.setattr(path_reader, "by_model", counted)
         assert (trellis_stream.decode(data, *shape, 8) == levels).all()
         assert calls == []
-        monkeypatch.setattr(trellis_stream, "_NARROW", 0)
+        monkeypatch.setattr(path_reader, "NARROW", 0)
         assert (trellis_stream.decode(data, *shape, 8) == levels).all()
         assert len(calls) == min(trellis_stream.segment_rows(shape[0]), shape[0])
 
     def test_a_wide_step_is_read_in_slabs(self, monkeypatch: pytest.MonkeyPatch) -> None:
         levels = random_path(40, 60, 40)
         data = trellis_stream.encode(levels, 8)
-        monkeypatch.setattr(trellis_stream, "_SLAB", 7)
+        monkeypatch.setattr(path_reader, "SLAB", 7)
         assert (trellis_stream.decode(data, 40, 60, 8) == levels).all()
 
     def test_a_wide_path_takes_16_bytes_per_element(self) -> None:

@@ -208,12 +208,6 @@ def test_hostile_chunks(tmp_path: Path, change: Change, message: str):
     assert message in found
 
 
-def test_a_path_has_no_chunks(tmp_path: Path):
-    pieces = take_apart(BLOB)
-    pieces.set_part("path.weight", "codes", LARGE)
-    assert refused(tmp_path, pieces).endswith("a path's stream has chunks, which cannot hold it")
-
-
 def test_flipped_bits_of_chunks_are_refused_or_stay_within_the_alphabet():
     """A chunk has no end to arrive at, so most changed numbers are numbers too."""
     outcomes: Counter[str] = Counter()

@@ -136,6 +136,65 @@ def test_hostile_streams(blob: bytes, tmp_path: Path, change: Change, message: s
     assert message in found
 
 
+def large_path() -> tuple[np.ndarray, bytes]:
+    """Levels of 160 x 200 codes, and their stream, which has chunks."""
+    levels = SecondOrder(step=0.8, trellis=8, try_plain=False).encode(Weight(seeded(160, 200))).parts["codes"]
+    stream = trellis.encode(levels.numpy(), 8)
+    assert stream[0] >= 128
+    return levels.numpy(), stream
+
+
+CHUNKS: dict[str, tuple[Change, str]] = {
+    "an index less in a chunk": (lambda old: with_count(old, -1), "chunk"),
+    "an index more in a chunk": (lambda old: with_count(old, 1), "chunk"),
+    "more indices than codes": (lambda old: with_count(old, 32_000), "indices for 32000 codes"),
+    "a model that does not exist": (lambda old: old[:20] + b"\x80" + old[21:], "chunks of the models"),
+    "no lengths": (lambda old: old[:24], "ends before its chunks' lengths"),
+    "no counts": (lambda old: old[: counts_at(old) + 3], "has no header"),
+    "chunks longer than the stream": (lambda old: old[:21] + b"\xff\xff\xff\x7f" + old[25:], "chunks of"),
+    "a chunk cut short": (lambda old: old[:-4], "chunks have another version"),
+    "half a word": (lambda old: old[:-1], "is cut short"),
+}
+
+
+def counts_at(stream: bytes) -> int:
+    """Where the counts of a path's chunks begin."""
+    lengths_at = HEADER + 16
+    return lengths_at + 4 * int.from_bytes(stream[HEADER:lengths_at], "little").bit_count()
+
+
+def with_count(stream: bytes, more: int) -> bytes:
+    """A path's stream whose first chunk is said to have `more` indices."""
+    at = counts_at(stream)
+    (count,) = struct.unpack_from("<I", stream, at)
+    return stream[:at] + struct.pack("<I", count + more) + stream[at + 4 :]
+
+
+@pytest.mark.parametrize(("change", "message"), CHUNKS.values(), ids=CHUNKS)
+def test_hostile_chunks(change: Change, message: str) -> None:
+    levels, stream = large_path()
+    assert (trellis.decode(stream, 160, 200, 8) == levels).all()
+    with little_memory(), pytest.raises(FormatError, match=message):
+        trellis.decode(change(stream), 160, 200, 8)
+
+
+INDEPENDENT: dict[str, tuple[Change, str]] = {
+    "half a header": (lambda old: old[:6], "has no header"),
+    "short segments": (lambda old: b"\0\1\0" + old[3:], "segments of 1 rows, allowed are 16 to 1024"),
+    "a split that does not divide": (lambda old: old[:3] + b"\7\0\0\0" + old[7:], "cannot be split into 7"),
+    "half a stream": (lambda old: old[: len(old) // 2], "cut short|longer than its codes|chunk"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), INDEPENDENT.values(), ids=INDEPENDENT)
+def test_hostile_streams_of_independent_indices(change: Change, message: str) -> None:
+    levels = SecondOrder(step=0.1, trellis=8, try_plain=False).encode(Weight(seeded(40, 60))).parts["codes"]
+    stream = trellis.encode(levels.numpy(), 8)
+    assert stream[0] == 0
+    with little_memory(), pytest.raises(FormatError, match=message):
+        trellis.decode(change(stream), 40, 60, 8)
+
+
 def test_what_the_cases_start_from_can_be_read(blob: bytes, tmp_path: Path) -> None:
     pieces = take_apart(blob)
     pieces.set_part("w", "codes", empty())

@@ -51,7 +51,7 @@ def every_path(length: int, reach: int, states: int) -> tuple[Tensor, Tensor]:
     for place in range(length):
         quantizers.append(of.quantizer[state].astype(np.int64))
         levels.append(2 * indices[:, place] - quantizers[-1] * np.sign(indices[:, place]))
-        state = of.step(state, indices[:, place]).astype(np.intp)
+        state = of.after[state, indices[:, place] & 1].astype(np.intp)
     return torch.from_numpy(np.stack(levels, 1)), torch.from_numpy(np.stack(quantizers, 1))
 
 
@@ -82,7 +82,7 @@ def test_both_searches_find_paths_of_one_cost(states: int, rows: int, paths: int
         state = np.zeros(paths, np.intp)
         for row in taken.numpy():
             assert (row >> 1 == of.quantizer[state]).all()
-            state = of.step(state, row & 1).astype(np.intp)
+            state = of.after[state, row & 1].astype(np.intp)
         sums.append(costs.gather(0, taken[None]).sum((0, 1)))
     torch.testing.assert_close(*sums)
 

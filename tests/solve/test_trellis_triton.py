@@ -8,13 +8,27 @@ import pytest
 import torch
 
 from factorpack.solve.feedback import feedback_factor, round_with_feedback
-from factorpack.solve.trellis_search import fit_trellis
+from factorpack.solve.trellis_search import fit_trellis, path_by_rows
 from tests.helpers import seeded
+from tests.runtime.triton_interpreter import complete
 
 pytest.importorskip("triton", reason="the kernel needs triton, which comes with CUDA builds of torch")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("there is no GPU, and TRITON_INTERPRET=1 is not set", allow_module_level=True)
+
+
+@pytest.mark.parametrize("states", [4, 8])
+@pytest.mark.parametrize(("rows", "paths"), [(1, 1), (16, 70), (20, 3)])
+def test_all_paths_at_once_are_those_of_the_search_row_by_row(
+    states: int, rows: int, paths: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from factorpack.solve.trellis_triton import find_paths
+
+    if DEVICE == "cpu":
+        complete(monkeypatch)
+    costs = seeded(4, rows, paths).square().to(DEVICE)
+    assert torch.equal(find_paths(costs, states), path_by_rows(costs, states))
 
 
 @pytest.mark.parametrize(

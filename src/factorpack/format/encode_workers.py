@@ -37,7 +37,7 @@ _idle: deque[Worker] = deque()
 def encode_codes(codes: Codes, split: int, states: int, pool: Executor | None = None) -> bytes:
     """Entropy codes a matrix in this process; `states` is 0 for codes that are no path through a trellis."""
     if states:
-        return trellis_stream.encode(codes, states, split)
+        return trellis_stream.encode(codes, states, split, pool)
     return entropy.encode(codes, split, pool)
 
 

@@ -21,7 +21,7 @@ from factorpack.format.chunks import Chunks
 from factorpack.format.classes import Classing
 from factorpack.format.frequency_tables import Counts
 from factorpack.format.stream_header import Header, read_header, write_header
-from factorpack.format.stream_plan import best_plan
+from factorpack.format.stream_plan import Plan, best_plan
 from factorpack.format.symbols import (
     Codes,
     Symbols,
@@ -52,20 +52,21 @@ def encode(codes: Codes, split: int = 0, pool: Executor | None = None) -> bytes:
     """
     low, order, symbols = to_symbols(codes)
     plan, total_bits, _ = best_plan(symbols, len(order), split)
+    return write_plan(plan, total_bits, low, len(order), pool)
+
+
+def write_plan(plan: Plan, total_bits: int, low: int, size: int, pool: Executor | None) -> bytes:
+    """The stream of a plan for `size` symbols, whose codes begin at `low`."""
     classing, frequencies = plan.classing, plan.tables(total_bits)
-    message = tables.message_bits(plan.counts[2], frequencies[2], total_bits)
-    coded = (message + tables.table_bits(frequencies[2], total_bits)) / 8  # bytes by model
-    chunked = _choose_chunks(plan.blocks, coded, pool)
-    frequencies[2][list(chunked)] = np.eye(1, len(order), dtype=np.int64) * (1 << total_bits)  # takes no bits
+    chunked = choose_chunks(plan.blocks, plan.coded_bytes(total_bits), pool)
+    frequencies[2][list(chunked)] = no_symbol_but_the_first(size, total_bits)
     coder = constriction.stream.stack.AnsCoder()
     for block, of_model in zip(reversed(plan.blocks), reversed(frequencies[2]), strict=True):
         push(coder, block, of_model)
     push(coder, classing.columns, frequencies[1][0])
     push(coder, classing.rows, frequencies[0][0])
     lengths = tuple((model, len(chunk)) for model, chunk in chunked.items())
-    header = Header(
-        total_bits, low, len(order), frequencies[0].size, frequencies[1].size, plan.split, lengths
-    )
+    header = Header(total_bits, low, size, frequencies[0].size, frequencies[1].size, plan.split, lengths)
     words: NDArray[np.uint32] = coder.get_compressed()
     written = tables.write_tables(frequencies[:2], frequencies[2], total_bits)
     return (
@@ -76,6 +77,11 @@ def encode(codes: Codes, split: int = 0, pool: Executor | None = None) -> bytes:
     )
 
 
+def no_symbol_but_the_first(size: int, total_bits: int) -> Counts:
+    """The table of a model whose codes are in a chunk: it takes no bits."""
+    return np.eye(1, size, dtype=np.int64) * (1 << total_bits)
+
+
 def estimated_bytes(codes: Codes, split: int = 0) -> int:
     """Length of `encode`'s stream, within 16 bytes and half a percent, without encoding anything.
 
@@ -83,20 +89,27 @@ def estimated_bytes(codes: Codes, split: int = 0) -> int:
     """
     low, order, symbols = to_symbols(codes)
     plan, total_bits, bits = best_plan(symbols, len(order), split)
-    coded = bits / 8
-    large = int((plan.counts[2].sum(1) >= chunks.FEWEST).sum())
     header = Header(total_bits, low, len(order), 1, 1, plan.split)
     # Half a word is lost at the end, on average.
-    return len(write_header(header)) + int(coded + min(_CHUNK_MARGIN * coded, _CHUNK_BYTES * large)) + 4
+    return len(write_header(header)) + int(bits / 8 + added_by_chunks(bits / 8, plan.counts[2])) + 4
 
 
-def _choose_chunks(
-    blocks: list[Symbols], coded: NDArray[np.float64], pool: Executor | None
+def added_by_chunks(coded: float, counts: Counts) -> float:
+    """About the bytes by which chunks lengthen a stream of `coded` bytes, given the counts of its models."""
+    large = int((counts.sum(1) >= chunks.FEWEST).sum())
+    return min(_CHUNK_MARGIN * coded, _CHUNK_BYTES * large)
+
+
+def choose_chunks(
+    blocks: list[Symbols],
+    coded: NDArray[np.float64],
+    pool: Executor | None,
+    extra_bytes: int = chunks.LENGTH.size,
 ) -> dict[int, bytes]:
     """Chunks by model: blocks that grow least per code, as long as the stream stays within the margin.
 
-    `coded` are the bytes of each block in the message. Chunks that cannot all stay within the margin are
-    not tried.
+    `coded` are the bytes of each block in the message, and a chunk takes `extra_bytes` in the header. Chunks
+    that cannot all stay within the margin are not tried.
     """
     left = _CHUNK_MARGIN * float(coded.sum())
     large = [model for model, block in enumerate(blocks) if len(block) >= chunks.FEWEST]
@@ -104,7 +117,7 @@ def _choose_chunks(
     tried = [model for rank, model in enumerate(large, 1) if rank * _LEAST_CHUNK_BYTES <= left]
     made = chunks.compress_blocks([blocks[model] for model in tried], pool)
     found = {model: chunk for model, chunk in zip(tried, made, strict=True) if chunk}
-    growth = {model: len(chunk) + chunks.LENGTH.size - coded[model] for model, chunk in found.items()}
+    growth = {model: len(chunk) + extra_bytes - coded[model] for model, chunk in found.items()}
     kept = []
     for model in sorted(found, key=lambda model: growth[model] / len(blocks[model])):
         if growth[model] <= left:
@@ -157,16 +170,21 @@ def _pop_matrix(
         if not own and model not in chunked:
             continue
         if model in chunked:
-            symbols = large.next(sum(counts), symbol_type(header.symbols))
-            if int(symbols.max(initial=0)) >= header.symbols:
-                raise FormatError(f"a chunk has symbol {symbols.max()}, the last one is {header.symbols - 1}")
-            codes, at = codes_of(symbols, order), 0
+            codes, at = read_chunk(large, sum(counts), order), 0
         else:
             codes, at = _pop_codes(coder, sum(counts), frequencies, order), 0
         for place, count in zip(own, counts, strict=True):
             ordered[place] = codes[at : at + count].reshape(ordered[place].shape)
             at += count
     return to_matrix(ordered, classing)
+
+
+def read_chunk(large: Chunks, count: int, order: Codes) -> Codes:
+    """The codes of the next chunk."""
+    symbols = large.next(count, symbol_type(len(order)))
+    if int(symbols.max(initial=0)) >= len(order):
+        raise FormatError(f"a chunk has symbol {symbols.max()}, the last one is {len(order) - 1}")
+    return codes_of(symbols, order)
 
 
 def _pop_codes(coder: Coder, count: int, frequencies: Counts, order: Codes) -> Codes:

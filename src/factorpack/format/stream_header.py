@@ -11,7 +11,6 @@ from factorpack.format.classes import MAX_CLASSES
 from factorpack.format.frequency_tables import MAX_TOTAL_BITS, MIN_TOTAL_BITS
 
 _NARROW, _WIDE, _SPLIT = struct.Struct("<BbBBB"), struct.Struct("<BhHBB"), struct.Struct("<I")
-_CHUNKED = struct.Struct("<Q")
 _WIDE_FLAG, _SPLIT_FLAG, _CHUNKED_FLAG, _TOTAL_MASK = 32, 64, 128, 31
 
 
@@ -29,7 +28,7 @@ class Header:
     """The models whose codes are in chunks, ascending, and the length of each chunk."""
 
 
-def write_header(header: Header) -> bytes:
+def write_header(header: Header, models_per_class: int = 1) -> bytes:
     is_wide = header.low < -128 or header.low + header.symbols > 128
     flags = header.total_bits | (_WIDE_FLAG if is_wide else 0) | (_SPLIT_FLAG if header.split else 0)
     flags |= _CHUNKED_FLAG if header.chunks else 0
@@ -38,12 +37,13 @@ def write_header(header: Header) -> bytes:
     if header.split:
         data += _SPLIT.pack(header.split)
     if header.chunks:
-        data += _CHUNKED.pack(sum(1 << model for model, _ in header.chunks))
+        named = sum(1 << model for model, _ in header.chunks)
+        data += named.to_bytes(8 * models_per_class, "little")
         data += b"".join(LENGTH.pack(length) for _, length in header.chunks)
     return data
 
 
-def read_header(data: bytes) -> tuple[Header, int]:
+def read_header(data: bytes, models_per_class: int = 1) -> tuple[Header, int]:
     """The header and its length."""
     flags = data[0] if data else 0
     layout = _WIDE if flags & _WIDE_FLAG else _NARROW
@@ -66,21 +66,26 @@ def read_header(data: bytes) -> tuple[Header, int]:
         )
     chunked: tuple[tuple[int, int], ...] = ()
     if flags & _CHUNKED_FLAG:
-        chunked, taken = _read_chunk_lengths(data[length:], row_classes + column_classes + 1)
+        chunked, taken = _read_chunk_lengths(
+            data[length:], row_classes + column_classes + 1, models_per_class
+        )
         length += taken
     return Header(total_bits, low, symbols + 1, row_classes + 1, column_classes + 1, split, chunked), length
 
 
-def _read_chunk_lengths(data: bytes, models: int) -> tuple[tuple[tuple[int, int], ...], int]:
+def _read_chunk_lengths(
+    data: bytes, classes: int, models_per_class: int
+) -> tuple[tuple[tuple[int, int], ...], int]:
     """Which models' codes are in chunks and how long each is; and the bytes this took."""
-    if len(data) < _CHUNKED.size:
+    models, start = classes * models_per_class, 8 * models_per_class
+    if len(data) < start:
         raise FormatError("an entropy-coded stream ends before its chunks are named")
-    (named,) = _CHUNKED.unpack_from(data)
+    named = int.from_bytes(data[:start], "little")
     if not 0 < named < 1 << models:
         raise FormatError(f"chunks of the models {named:b}, in binary, where there are {models}")
     found = [model for model in range(models) if named >> model & 1]
-    end = _CHUNKED.size + LENGTH.size * len(found)
+    end = start + LENGTH.size * len(found)
     if len(data) < end:
         raise FormatError("an entropy-coded stream ends before its chunks' lengths")
-    lengths = [length for (length,) in LENGTH.iter_unpack(data[_CHUNKED.size : end])]
+    lengths = [length for (length,) in LENGTH.iter_unpack(data[start:end])]
     return tuple(zip(found, lengths, strict=True)), end

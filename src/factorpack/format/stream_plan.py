@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from factorpack.format import frequency_tables as tables
 from factorpack.format.blocks import to_blocks
@@ -34,6 +35,12 @@ class Plan:
 
     def tables(self, total_bits: int) -> list[Counts]:
         return [tables.normalized(counts, total_bits) for counts in self.counts]
+
+    def coded_bytes(self, total_bits: int) -> NDArray[np.float64]:
+        """Bytes that each model's codes and table take in the message."""
+        frequencies = tables.normalized(self.counts[2], total_bits)
+        message = tables.message_bits(self.counts[2], frequencies, total_bits)
+        return (message + tables.table_bits(frequencies, total_bits)) / 8
 
     def bits(self, total_bits: int) -> float:
         """Bits of tables and message; infinite where the symbols do not fit the total."""

@@ -1,108 +1,129 @@
 """Codes that are a path through a trellis <-> bytes: indices, with models by class and by quantizer.
 
 A row's quantizers are known once the rows above it are read. So a message goes row by row, beginning with
-the first row of every segment. docs/format.md gives the layout.
+the first row of every segment, and a chunk holds the indices of its model in the same order. Where that is as
+short, models ignore the quantizer, and all indices are read before any path. docs/format.md gives the layout.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any
 
 import constriction
 import numpy as np
 from numpy.typing import NDArray
 
 from factorpack.errors import FormatError
-from factorpack.format import entropy
+from factorpack.format import chunks, entropy
 from factorpack.format import frequency_tables as tables
+from factorpack.format.chunks import Chunks
 from factorpack.format.classes import Classing, class_counts, fit_both, one_class, sample
+from factorpack.format.path_reader import Indices, Paths, by_model, models_of
 from factorpack.format.stream_header import Header, read_header, write_header
-from factorpack.format.stream_plan import Plan, class_width, shortest
-from factorpack.format.symbols import Codes, Symbols, code_order, count_values, from_view, to_symbols, to_view
+from factorpack.format.stream_plan import Plan, best_plan, shortest
+from factorpack.format.symbols import Codes, Symbols, code_order, from_view, to_symbols, to_view
 from factorpack.quantize.trellis import (
     Flags,
-    Integers,
-    Machine,
     indices_of,
-    levels_of,
-    machine,
     quiet_columns,
     segment_rows,
+    walk,
 )
 
 LEAST_ROWS, MOST_ROWS = 16, 1024
 """Rows of a segment: with more a reader takes many steps, with fewer each step takes much memory."""
 STEPS_PER_BYTE = 16
 """Steps of a path that each byte of its stream allows: what a step costs does not depend on its length."""
-_NARROW = 16
-"""Entries of a step up to which they are read one by one."""
-_SLAB = 1 << 18
-"""Entries of a step that are sorted at a time."""
-_SEGMENT = struct.Struct("<H")
+_INDEPENDENT = struct.Struct("<BHI")
+"""A zero, rows of a segment and split, before a stream whose models ignore the quantizer."""
+_MARGIN = 0.005
+"""The share by which such models may lengthen a stream, for the sake of speed."""
+_SEGMENT, _COUNT = struct.Struct("<H"), struct.Struct("<I")
+_CLASS_WIDTH = 0.5
+"""In octaves: narrower classes save nothing here, and a reader's steps take longer."""
+_SLAB = 1 << 20
+"""Entries that are sorted by model at a time."""
 
 
-def encode(codes: Codes, states: int, split: int = 0) -> bytes:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Source:
+    """A matrix of codes as indices along its paths, and how they are written."""
+
+    segment: int
+    low: int
+    order: Codes
+    symbols: Symbols
+    quantizer: NDArray[np.uint8]
+    quiet: Flags
+    plan: Plan
+    total_bits: int
+    bits: float
+    is_independent: bool
+    """Whether the plan is that of a plain stream of indices."""
+
+
+def encode(codes: Codes, states: int, split: int = 0, pool: Executor | None = None) -> bytes:
     """Entropy codes a matrix, (r, n), whose view of `split` rows is a path; raises an error where it is not."""
-    levels = to_view(codes, split).astype(np.int32)
-    segment = max(segment_rows(len(levels)), LEAST_ROWS)
-    indices, quantizer = indices_of(levels, states, segment)
-    low, order, symbols = to_symbols(indices)
-    quiet = quiet_columns(levels)
-    plan, total_bits, _ = _best(symbols, len(order), quantizer, quiet)
+    source = _prepare(codes, states, split)
+    if source.is_independent:
+        head = _INDEPENDENT.pack(0, source.segment, split)
+        return head + entropy.write_plan(source.plan, source.total_bits, source.low, len(source.order), pool)
+    plan, total_bits, segment = source.plan, source.total_bits, source.segment
+    models = models_of(plan.classing, slice(None), source.quantizer)
     frequencies = plan.tables(total_bits)
+    blocks = _blocks(source, models, len(frequencies[2]))
+    extra = chunks.LENGTH.size + _COUNT.size
+    chunked = entropy.choose_chunks(blocks, plan.coded_bytes(total_bits), pool, extra)
+    frequencies[2][list(chunked)] = entropy.no_symbol_but_the_first(len(source.order), total_bits)
     coder = constriction.stream.stack.AnsCoder()
-    models = _models(plan.classing, slice(None), quantizer)
-    for row in reversed(range(min(segment, len(levels)))):
-        picked, sizes = _by_model(models[row::segment])
-        at = picked.size
+    ends = [len(block) for block in blocks]
+    for row in reversed(range(min(segment, len(models)))):
+        sizes = np.bincount(models[row::segment].ravel()).tolist()
         for model in reversed(range(len(sizes))):
-            own = picked[at - sizes[model] : at]
-            entropy.push(coder, symbols[row::segment].ravel()[own], frequencies[2][model])
-            at -= sizes[model]
-    entropy.push(coder, 2 * plan.classing.columns + ~quiet, frequencies[1][0])
+            start = ends[model] - sizes[model]
+            if model not in chunked:
+                entropy.push(coder, blocks[model][start : ends[model]], frequencies[2][model])
+            ends[model] = start
+    entropy.push(coder, 2 * plan.classing.columns + ~source.quiet, frequencies[1][0])
     entropy.push(coder, plan.classing.rows, frequencies[0][0])
-    header = Header(total_bits, low, len(order), frequencies[0].size, frequencies[1].size // 2, split)
+    lengths = tuple((model, len(chunk)) for model, chunk in chunked.items())
+    classes = (frequencies[0].size, frequencies[1].size // 2)
+    header = Header(total_bits, source.low, len(source.order), *classes, split, lengths)
     words: NDArray[np.uint32] = coder.get_compressed()
     return (
-        write_header(header)
+        write_header(header, models_per_class=2)
+        + b"".join(_COUNT.pack(len(blocks[model])) for model in chunked)
         + _SEGMENT.pack(segment)
         + tables.write_tables(frequencies[:2], frequencies[2], total_bits)
         + words.astype("<u4").tobytes()
+        + chunks.join_chunks(list(chunked.values()))
     )
 
 
 def estimated_bytes(codes: Codes, states: int, split: int = 0) -> int:
-    """Length of `encode`'s stream, within 16 bytes, without encoding anything."""
-    levels = to_view(codes, split).astype(np.int32)
-    indices, quantizer = indices_of(levels, states, segment_rows(len(levels)))
-    low, order, symbols = to_symbols(indices)
-    _, total_bits, bits = _best(symbols, len(order), quantizer, quiet_columns(levels))
-    header = Header(total_bits, low, len(order), 1, 1, split)
-    return len(write_header(header)) + _SEGMENT.size + int(bits) // 8 + 4
+    """Length of `encode`'s stream, within 16 bytes and half a percent, without encoding anything."""
+    source = _prepare(codes, states, split)
+    header = Header(source.total_bits, source.low, len(source.order), 1, 1, split)
+    coded = source.bits / 8
+    coded += entropy.added_by_chunks(coded, source.plan.counts[2])
+    return len(write_header(header)) + _SEGMENT.size + int(coded) + 4
 
 
-def decode(data: bytes, rows: int, columns: int, states: int) -> NDArray[np.int32]:
+def decode(data: bytes, rows: int, columns: int, states: int) -> Codes:
     """The inverse of `encode`."""
-    header, start = read_header(data)
-    if header.chunks:
-        raise FormatError("a path's stream has chunks, which cannot hold it")
-    if len(data) < start + _SEGMENT.size:
+    if data[:1] == b"\0":
+        return _decode_independent(data, rows, columns, states)
+    header, start = read_header(data, models_per_class=2)
+    counted = start + _COUNT.size * len(header.chunks)
+    if len(data) < counted + _SEGMENT.size:
         raise FormatError(f"a path's stream of {len(data)} bytes has no header")
-    (segment,) = _SEGMENT.unpack_from(data, start)
-    if not LEAST_ROWS <= segment <= MOST_ROWS:
-        raise FormatError(f"segments of {segment} rows, allowed are {LEAST_ROWS} to {MOST_ROWS}")
-    if header.split and columns % header.split:
-        raise FormatError(f"{columns} columns cannot be split into {header.split} parts")
-    height = header.split or rows
-    if min(segment, height) > STEPS_PER_BYTE * len(data):
-        raise FormatError(
-            f"a path of {min(segment, height)} steps in {len(data)} bytes, "
-            f"allowed are {STEPS_PER_BYTE} per byte"
-        )
-    start += _SEGMENT.size
+    counts = [count for (count,) in _COUNT.iter_unpack(data[start:counted])]
+    (segment,) = _SEGMENT.unpack_from(data, counted)
+    height = _check_paths(len(data), segment, header.split, rows, columns)
+    start = counted + _SEGMENT.size
     classes = (header.row_classes, header.column_classes)
     (of_rows, of_columns, *models), taken = tables.read_tables(
         data[start:],
@@ -111,137 +132,90 @@ def decode(data: bytes, rows: int, columns: int, states: int) -> NDArray[np.int3
         header.symbols,
         header.total_bits,
     )
-    coder = entropy.open_coder(data[start + taken :])
+    lengths = [length for _, length in header.chunks]
+    end = len(data) - chunks.joined_chunk_bytes(lengths)
+    if end < start + taken:
+        raise FormatError(f"chunks of {sum(lengths)} bytes in a path's stream of {len(data)} bytes")
+    coder = entropy.open_coder(data[start + taken : end])
     row_class = entropy.pop(coder, height, of_rows).astype(np.uint8)
     column = entropy.pop(coder, rows * columns // height, of_columns).astype(np.uint8)
-    paths = _Paths(
-        Classing(row_class, column >> 1),
-        column & 1 == 0,
-        [tables.model(each) if len(each) > 1 else None for each in models],
-        code_order(header.low, header.symbols),
-        machine(states),
-        segment,
-    )
-    is_narrow = -(-height // segment) * len(column) <= _NARROW
-    levels = (_pop_narrow_paths if is_narrow else _pop_paths)(coder, paths)
-    if not coder.is_empty():
-        raise FormatError("an entropy-coded message is longer than its codes")
+    classing = Classing(row_class, column >> 1)
+    order = code_order(header.low, header.symbols)
+    if sum(counts) > rows * columns:
+        raise FormatError(f"chunks of {sum(counts)} indices for {rows * columns} codes")
+    large = Chunks(data, end, lengths)
+    chunked = {
+        model: entropy.read_chunk(large, count, order)
+        for (model, _), count in zip(header.chunks, counts, strict=True)
+    }
+    coded = [tables.model(each) if len(each) > 1 else None for each in models]
+    indices = Indices(coder, coded, order, chunked)
+    levels = Paths(classing, column & 1 == 0, states, segment).read(indices)
+    indices.check_end()
     return from_view(levels, header.split, rows)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Paths:
-    """What a stream says of its paths before their indices."""
-
-    classing: Classing
-    quiet: Flags
-    models: list[Any]
-    """constriction's, or None for a table of one symbol."""
-    order: Codes
-    machine: Machine
-    segment: int
+def _decode_independent(data: bytes, rows: int, columns: int, states: int) -> Codes:
+    """A stream that has all indices, whatever their quantizers."""
+    if len(data) < _INDEPENDENT.size:
+        raise FormatError(f"a path's stream of {len(data)} bytes has no header")
+    _, segment, split = _INDEPENDENT.unpack_from(data)
+    height = _check_paths(len(data), segment, split, rows, columns)
+    indices = entropy.decode(data[_INDEPENDENT.size :], height, rows * columns // height)
+    return from_view(walk(indices, states, segment), split, rows)
 
 
-def _pop_paths(coder: entropy.Coder, paths: _Paths) -> NDArray[np.int32]:
-    """Levels row by row, of all segments and columns at once."""
-    classing, of, segment = paths.classing, paths.machine, paths.segment
-    rows, columns = len(classing.rows), len(classing.columns)
-    levels = np.empty((rows, columns), np.int32)
-    state = of.start(paths.quiet, -(-rows // segment))
-    for row in range(min(segment, rows)):
-        here = state[: len(range(row, rows, segment))]
-        quantizer = of.quantizer[here]
-        of_entry = _models(classing, slice(row, None, segment), quantizer).ravel()
-        indices = _pop_step(coder, of_entry, paths.models, paths.order).reshape(here.shape)
-        for top in range(0, columns, _SLAB):
-            own = (slice(None), slice(top, top + _SLAB))
-            levels[row::segment][own] = levels_of(indices[own], quantizer[own])
-            here[own] = of.step(here[own], indices[own])
-    return levels
+def _check_paths(size: int, segment: int, split: int, rows: int, columns: int) -> int:
+    """The rows of a view whose segments fit it and a stream of `size` bytes."""
+    if not LEAST_ROWS <= segment <= MOST_ROWS:
+        raise FormatError(f"segments of {segment} rows, allowed are {LEAST_ROWS} to {MOST_ROWS}")
+    if split and columns % split:
+        raise FormatError(f"{columns} columns cannot be split into {split} parts")
+    height = split or rows
+    if min(segment, height) > STEPS_PER_BYTE * size:
+        raise FormatError(
+            f"a path of {min(segment, height)} steps in {size} bytes, allowed are {STEPS_PER_BYTE} per byte"
+        )
+    return height
 
 
-def _pop_step(coder: entropy.Coder, of_entry: NDArray[np.uint8], models: list[Any], order: Codes) -> Codes:
-    """The indices of one step's entries. The message has them by model, and in place within a model."""
-    if len(of_entry) > _SLAB:
-        return _pop_wide_step(coder, of_entry, models, order)
-    picked, sizes = _by_model(of_entry)
-    parts = [
-        np.zeros(size, np.int32) if model is None else coder.decode(model, size)
-        for model, size in zip(models, sizes, strict=False)
-        if size
-    ]
-    indices = np.empty(len(of_entry), order.dtype)
-    indices[picked] = order[np.concatenate(parts)]
-    return indices
+def _prepare(codes: Codes, states: int, split: int) -> _Source:
+    levels = to_view(codes, split).astype(np.int32)
+    segment = max(segment_rows(len(levels)), LEAST_ROWS)
+    indices, quantizer = indices_of(levels, states, segment)
+    low, order, symbols = to_symbols(indices)
+    quiet = quiet_columns(levels)
+    planned = shortest(_plans(symbols, quantizer, len(order), quiet))
+    is_independent = False
+    if not levels[:, quiet].any():  # zeros are a path too
+        alone = best_plan(symbols, len(order), 0)
+        is_independent = alone[2] <= (1 + _MARGIN) * planned[2]
+        planned = alone if is_independent else planned
+    return _Source(segment, low, order, symbols, quantizer, quiet, *planned, is_independent)
 
 
-def _pop_wide_step(
-    coder: entropy.Coder, of_entry: NDArray[np.uint8], models: list[Any], order: Codes
-) -> Codes:
-    """`_pop_step` slab by slab: sorting takes eight bytes per entry, and looking up codes takes twelve."""
-    sizes = count_values(of_entry, len(models))
-    popped, at = np.empty(len(of_entry), order.dtype), 0
-    for model, size in zip(models, sizes.tolist(), strict=True):
-        for start in range(at, at + size, _SLAB):
-            count = min(_SLAB, at + size - start)
-            popped[start : start + count] = order[0] if model is None else order[coder.decode(model, count)]
-        at += size
-    indices, starts = np.empty_like(popped), np.cumsum(sizes) - sizes
-    for top in range(0, len(of_entry), _SLAB):
-        picked, counts = _by_model(of_entry[top : top + _SLAB])
-        parts = [popped[start : start + count] for start, count in zip(starts, counts, strict=False)]
-        indices[top : top + _SLAB][picked] = np.concatenate(parts)
-        starts[: len(counts)] += counts
-    return indices
-
-
-def _pop_narrow_paths(coder: entropy.Coder, paths: _Paths) -> NDArray[np.int32]:
-    """`_pop_paths` one index at a time: for a few entries per step, arrays take longer than numbers."""
-    of, models, segment = paths.machine, paths.models, paths.segment
-    quantizers, after, codes = of.quantizer.tolist(), of.after.tolist(), paths.order.tolist()
-    of_rows, of_columns = paths.classing.rows.tolist(), paths.classing.columns.tolist()
-    rows, columns = len(of_rows), len(of_columns)
-    levels = np.empty((rows, columns), np.int32)
-    state = of.start(paths.quiet, -(-rows // segment)).tolist()
-    for first in range(min(segment, rows)):
-        entries = [
-            (2 * (of_rows[row] + of_columns[column]) + quantizers[state[part][column]], part, column)
-            for part, row in enumerate(range(first, rows, segment))
-            for column in range(columns)
-        ]
-        for model, part, column in sorted(entries):
-            index = codes[0 if models[model] is None else coder.decode(models[model])]
-            sign = (index > 0) - (index < 0)
-            levels[first + part * segment, column] = 2 * index - quantizers[state[part][column]] * sign
-            state[part][column] = after[state[part][column]][index & 1]
-    return levels
-
-
-def _models(classing: Classing, rows: slice, quantizer: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The model of every entry of some rows: twice its class, plus its quantizer."""
-    models: NDArray[np.uint8] = classing.rows[rows, None].astype(np.uint8) + classing.columns.astype(np.uint8)
-    models += models
-    models += quantizer
-    return models
-
-
-def _by_model(models: NDArray[np.uint8]) -> tuple[Integers, list[int]]:
-    """Positions of a row's entries sorted by model, and how many each model has."""
-    return np.argsort(models.ravel(), kind="stable"), np.bincount(models.ravel()).tolist()
-
-
-def _best(symbols: Symbols, size: int, quantizer: Integers, quiet: Flags) -> tuple[Plan, int, float]:
-    """The shortest plan found, its total, and its bits without the header."""
-    joint = symbols + quantizer * np.int32(size)
-    return shortest(_plans(symbols, joint, size, quiet))
-
-
-def _plans(symbols: Symbols, joint: Integers, size: int, quiet: Flags) -> Iterator[Plan]:
+def _plans(symbols: Symbols, quantizer: NDArray[np.uint8], size: int, quiet: Flags) -> Iterator[Plan]:
     """One class, and classes of rows and columns; each has one table per quantizer."""
-    both = fit_both(sample(symbols, size), class_width(symbols.size))
+    joint = symbols + quantizer * np.int32(size)
+    both = fit_both(sample(symbols, size), _CLASS_WIDTH)
     for classing in (one_class(*symbols.shape), both):
         counts = class_counts(joint, classing, 2 * size).reshape(-1, size)
         width = 2 * (int(classing.columns.max()) + 1)
         of_columns = np.bincount(2 * classing.columns + ~quiet, minlength=width)
         of_columns[-1] = max(of_columns[-1], 1)  # a table ends with a symbol that has a frequency
         yield Plan(0, classing, [np.bincount(classing.rows)[None], of_columns[None], counts])
+
+
+def _blocks(source: _Source, models: NDArray[np.uint8], count: int) -> list[Symbols]:
+    """The symbols of each model in the order in which paths ask for them."""
+    visited = np.argsort(np.arange(len(models)) % source.segment, kind="stable")
+    parts: list[list[Symbols]] = [[] for _ in range(count)]
+    height = max(1, _SLAB // models.shape[1])
+    for top in range(0, len(visited), height):
+        rows = visited[top : top + height]
+        picked, sizes = by_model(models[rows])
+        found = source.symbols[rows].ravel()[picked]
+        for model, own in enumerate(np.split(found, np.cumsum(sizes)[:-1])):
+            parts[model].append(own)
+    empty = source.symbols[:0].ravel()
+    return [np.concatenate([empty, *own]) for own in parts]

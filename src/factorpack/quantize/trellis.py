@@ -9,6 +9,7 @@ nearly all zeros, gains nothing and uses Q0 throughout.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -46,10 +47,6 @@ class Machine:
         """The initial states of all segments: (segments, columns)."""
         return np.tile(np.where(quiet, np.uint8(self.states), np.uint8(0)), (segments, 1))
 
-    def step(self, states: Integers, indices: Integers) -> NDArray[np.uint8]:
-        """The next states after these indices."""
-        return self.after.ravel()[2 * states.astype(np.intp) + (indices & 1)]
-
 
 @cache
 def machine(states: int) -> Machine:
@@ -82,25 +79,73 @@ def quiet_columns(levels: Integers) -> Flags:
     return np.asarray(~(levels & 1).any(0))
 
 
+def taps(states: int) -> tuple[list[int], list[int]]:
+    """How many rows above lie the quantizers, and the parities, whose sum modulo 2 is a row's quantizer.
+
+    The machine is linear: its registers are sums of earlier first registers, the quantizers, and parities.
+
+    >>> taps(8)
+    ([1, 3], [2])
+    """
+    backs = range(1, states.bit_length())
+    h0, h1 = ([back for back in backs if check >> back & 1] for check in MEMORY[states])
+    return h0, h1
+
+
+class Quantizers:
+    """The quantizers of all paths, row by row of their segments, from the parities of the rows above."""
+
+    def __init__(self, states: int, quiet: Flags) -> None:
+        self._taps = [(back - 1, which) for which, rows in enumerate(taps(states)) for back in rows]
+        self._loud = (~quiet).view(np.uint8)
+        self._last: deque[tuple[NDArray[np.uint8], NDArray[np.uint8]]] = deque(maxlen=3)
+
+    def next(self, segments: int) -> NDArray[np.uint8]:
+        """Of the next row of each segment: (segments, columns). The last segment may end before the others."""
+        found = np.zeros((segments, len(self._loud)), np.uint8)
+        for place, which in self._taps:
+            if place < len(self._last):
+                found ^= self._last[place][which][:segments]
+        found &= self._loud
+        self._last.appendleft((found, found))
+        return found
+
+    def follow(self, indices: Integers) -> None:
+        """What that row's indices are."""
+        quantizer, _ = self._last[0]
+        self._last[0] = quantizer, (indices & 1).astype(np.uint8)
+
+
 def indices_of(levels: Integers, states: int, segment: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
     """The index and quantizer of every level of (rows, columns); raises FormatError if they are not a path.
 
     Rows r, r + segment, ... hold row r of all segments, which are processed together.
     """
-    of = machine(states)
+    quantizers = Quantizers(states, quiet_columns(levels))
     indices, quantizer = np.empty(levels.shape, np.int32), np.empty(levels.shape, np.uint8)
-    state = of.start(quiet_columns(levels), -(-len(levels) // segment))
     for row in range(min(segment, len(levels))):
         level = levels[row::segment].astype(np.int32)
-        quantizer[row::segment] = q = of.quantizer[state[: len(level)]]
+        quantizer[row::segment] = q = quantizers.next(len(level))
         if ((level & 1 != q) & (level != 0)).any():
             raise FormatError(f"the codes are not a path through a trellis of {states} states")
         indices[row::segment] = index = (level + q * np.sign(level)) >> 1
-        state[: len(level)] = of.step(state[: len(level)], index)
+        quantizers.follow(index)
     return indices, quantizer
 
 
-def levels_of(indices: Integers, quantizer: Integers) -> NDArray[np.int32]:
-    """The inverse of `indices_of`, once the quantizers are known."""
-    wide = indices.astype(np.int32)
-    return np.asarray(2 * wide - quantizer.astype(np.int32) * np.sign(wide))
+def levels_of(indices: Integers, quantizer: Integers) -> NDArray[np.signedinteger]:
+    """The inverse of `indices_of`, once the quantizers are known; twice as wide as the indices."""
+    wide = indices.astype(np.int16 if indices.itemsize == 1 else np.int32)
+    return np.asarray(2 * wide - quantizer.astype(wide.dtype) * np.sign(wide))
+
+
+def walk(indices: Integers, states: int, segment: int) -> NDArray[np.signedinteger]:
+    """The levels of indices, (rows, columns), that are all known: no column is quiet."""
+    quantizers = Quantizers(states, np.zeros(indices.shape[1], np.bool_))
+    wide = np.int16 if indices.itemsize == 1 else np.int32
+    levels: NDArray[np.signedinteger] = np.empty(indices.shape, wide)
+    for row in range(min(segment, len(indices))):
+        own = indices[row::segment]
+        levels[row::segment] = levels_of(own, quantizers.next(len(own)))
+        quantizers.follow(own)
+    return levels

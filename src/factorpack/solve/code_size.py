@@ -12,7 +12,7 @@ from torch import Tensor
 
 from factorpack.format.classes import MAX_CLASSES
 from factorpack.format.stream_plan import MANY_CODES, class_width
-from factorpack.quantize.trellis import machine, segment_rows
+from factorpack.quantize.trellis import segment_rows, taps
 from factorpack.solve.evenly import spread_evenly
 
 SAMPLED = 1 << 22
@@ -59,6 +59,9 @@ def estimate_bytes(codes: Tensor, states: int = 0, rows: int = 0) -> Tensor:
     bits = _model_bits(torch.cat([counts, together], 1), share)
     by_class, without = bits.split([counts.shape[1], together.shape[1]], 1)
     shortest = torch.minimum(by_class.sum(1) + classes * share, without.sum(1))
+    if states:  # models that ignore the quantizer
+        independent = counts.unflatten(1, (-1, 2)).sum(2)
+        shortest = torch.minimum(shortest, _model_bits(independent, share).sum(1) + classes * share)
     return (shortest + bits_beyond * share) / 8 + HEADER_BYTES
 
 
@@ -126,20 +129,25 @@ def _symbols(codes: Tensor, magnitude: Tensor) -> tuple[Tensor, Tensor | float]:
 
 def path_quantizers(levels: Tensor, states: int) -> Tensor:
     """Which quantizer each level of paths down the rows of (batch, rows, columns) uses."""
-    of = machine(states)
-    quantizer = torch.from_numpy(of.quantizer).to(levels.device, torch.int32)
-    after = torch.from_numpy(of.after).to(levels.device, torch.int64).flatten()
-    batch, rows, columns = levels.shape
+    rows = levels.shape[1]
     segment = segment_rows(rows)
-    padded = torch.nn.functional.pad(levels.abs(), (0, 0, 0, -rows % segment)).unflatten(1, (-1, segment))
-    quiet = ~(levels.to(torch.int32) & 1).bool().any(1)  # (batch, columns)
-    state = (quiet.long() * states)[:, None].expand(batch, padded.shape[1], columns)
-    found = torch.empty(padded.shape, dtype=torch.int32, device=levels.device)
+    low = levels.abs().to(torch.int32).bitwise_and_(3).to(torch.uint8)  # these bits give an index's parity
+    loud = (low & 1).amax(1)[:, None]  # quiet columns have no odd level: (batch, 1, columns)
+    low = torch.nn.functional.pad(low, (0, 0, 0, -rows % segment)).unflatten(1, (-1, segment))
+    past: list[tuple[Tensor, Tensor]] = []
+    found = torch.zeros_like(low)
+    of_quantizers, of_parities = taps(states)
     for row in range(segment):
-        found[:, :, row] = taken = quantizer[state]
-        index = ((padded[:, :, row] + taken) / 2).floor().long()
-        state = after[2 * state + (index & 1)]
-    return found.flatten(1, 2)[:, :rows]
+        here = found[:, :, row]
+        for back in of_quantizers:
+            if back <= row:
+                here ^= past[-back][0]
+        for back in of_parities:
+            if back <= row:
+                here ^= past[-back][1]
+        here &= loud
+        past = [*past[-2:], (here, (low[:, :, row] + here) >> 1 & 1)]
+    return found.flatten(1, 2)[:, :rows].to(torch.int32)
 
 
 def _count(models: Tensor, symbols: Tensor) -> Tensor:

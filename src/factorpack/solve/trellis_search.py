@@ -210,6 +210,10 @@ def _cells(table: Tensor, price: float) -> Tensor:
 
 def cheapest_path(costs: Tensor, states: int) -> Tensor:
     """The subsets, (segment, paths), of the cheapest path from state 0, given the cost of each subset."""
+    if costs.is_cuda:
+        from factorpack.solve.trellis_triton import find_paths  # triton is there only with a GPU
+
+        return find_paths(costs, states)
     if costs.shape[2] >= MANY_PATHS:
         return path_by_rows(costs, states)
     return path_by_halves(costs, states)
