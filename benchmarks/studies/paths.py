@@ -18,7 +18,8 @@ from torch import Tensor
 
 from benchmarks.data import imagenet_train, normalized, pretrained, shuffled
 from benchmarks.formatting import MODELS, format_source, format_table, load_result
-from factorpack.budget.candidates import Try, choose_methods, encode_with_step, measure_steps, middle_step
+from factorpack.budget.candidates import Try, choose_methods, measure_steps, middle_step
+from factorpack.budget.coding import encode_with_step
 from factorpack.budget.planner import Planner
 from factorpack.calibration.calibrate import calibrate
 from factorpack.format import entropy, trellis_stream

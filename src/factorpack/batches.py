@@ -151,3 +151,11 @@ def batch_size(batch: Any) -> int:
     inputs = inputs_of(batch)
     first = inputs if isinstance(inputs, Tensor) else next(iter(inputs.values()))
     return len(first) if first.dim() else 0
+
+
+def repeat_batch(batch: Any, times: int) -> Any:
+    """A batch's inputs as often as asked, one copy after the other."""
+    inputs = inputs_of(batch)
+    if isinstance(inputs, Tensor):
+        return torch.cat([inputs] * times)
+    return {key: torch.cat([value] * times) for key, value in inputs.items()}

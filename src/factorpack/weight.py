@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, TypeVar
 
 import torch
@@ -56,12 +57,12 @@ class Weight:
         if values.numel() == 0:
             raise WeightError(f"an empty tensor of shape {self.shape} cannot be compressed, only kept")
         working = values.detach().to(values.dtype if values.dtype.itemsize >= 4 else torch.float32)
-        bad = working.numel() - int(working.isfinite().sum())
-        if bad:
+        largest = working.abs().max().item()
+        if not isfinite(largest):
+            bad = working.numel() - int(working.isfinite().sum())
             raise WeightError(
                 f"{bad} of {working.numel()} weights are NaN or infinite; repair or exclude the tensor"
             )
-        largest = working.abs().max().item()
         if largest > 1e36:
             raise WeightError(
                 f"weights up to {largest:.3g} leave no room for FP32 arithmetic; exclude the tensor"
@@ -107,6 +108,9 @@ class Weight:
             self._prepared[key] = make()
         prepared: T = self._prepared[key]
         return prepared
+
+    def is_prepared(self, key: Hashable) -> bool:
+        return key in self._prepared
 
     def forget(self, *kept: Hashable) -> None:
         """Frees what was prepared, except under these keys."""

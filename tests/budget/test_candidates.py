@@ -16,11 +16,11 @@ from factorpack.budget.candidates import (
     Try,
     choose_methods,
     curves_of,
-    encode_with_step,
     measure_steps,
     middle_step,
     step_at_unit_slope,
 )
+from factorpack.budget.coding import encode_with_step
 from factorpack.budget.curves import Curve
 from factorpack.budget.planner import Planner
 from factorpack.decoding import decode

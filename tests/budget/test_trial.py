@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 import factorpack as fp
 from factorpack.batches import hooked
 from factorpack.budget.curves import Curve
-from factorpack.budget.divergence import divergence_of
+from factorpack.budget.divergence import Reference, divergence_of
 from factorpack.budget.outputs import Predictions, predictions_of
 from factorpack.budget.trial import (
     LARGEST_CORRECTION,
@@ -24,6 +24,7 @@ from factorpack.budget.trial import (
 from factorpack.calibration.calibrate import calibrate
 from factorpack.decoding import decode
 from factorpack.methods import Keep, Scalar
+from factorpack.record import Encoded
 from factorpack.weight import Weight
 from tests.helpers import seeded
 
@@ -50,6 +51,21 @@ def test_values_are_the_mean_of_a_gaussian_of_their_own_deviation(width: int) ->
     wanted = torch.tensor([[-1.0], [1.0]]).expand(2, width)
     found = divergence_of(Predictions(wanted, are_logits=False), Predictions(wanted + 0.5, are_logits=False))
     assert found == (pytest.approx(2 * width * 0.25 / 2), 2)
+
+
+@pytest.mark.parametrize("at_once", [1 << 30, 20])
+def test_divergences_of_several_copies_from_what_is_kept_of_the_original(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where sums of products stand for the differences."""
+    before, after = 3 * seeded(6, 5), 3 * seeded(6, 5) + 0.1 * seeded(2, 6, 5, seed=1)
+    wanted = Predictions(before, are_logits=True)
+    expected = [divergence_of(wanted, Predictions(each, are_logits=True))[0] for each in after]
+    monkeypatch.setattr("factorpack.budget.coding.ALONE", frozenset())
+    monkeypatch.setattr("factorpack.budget.divergence.MOST_AT_ONCE", at_once)
+    found = Reference(wanted).divergences(Predictions(after.flatten(0, 1), are_logits=True), 2)
+    assert found.tolist() == pytest.approx(expected, rel=1e-12)
+    assert divergence_of(wanted, wanted) == (0.0, 6)
 
 
 def test_one_weight_alone_and_the_model_as_it_was() -> None:
@@ -163,3 +179,88 @@ def test_many_weights_are_measured_on_fewer_inputs(blocks: int, measured: int) -
     """Two trials per weight, of half a pass each, within eight passes over eight times the held-out inputs."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2 * blocks))).eval()
     assert _inputs_to_measure(model, calibrate(model, seeded(32, 4)), segments=10**6) == measured
+
+
+class Centred(nn.Module):
+    """Blocks whose samples are centred over the batch: they depend on one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = Blocks(3), nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.blocks(x)
+        return self.head(found - found.mean(0))  # type: ignore[no-any-return]
+
+
+class TimeFirst(nn.Module):
+    """Texts whose activations have time before samples, as some recurrent networks do."""
+
+    def __init__(self, flat: bool) -> None:
+        super().__init__()
+        self.blocks, self.flat = Blocks(3), flat
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = x.transpose(0, 1)
+        found = (
+            self.blocks(inner.flatten(0, 1)).unflatten(0, inner.shape[:2])
+            if self.flat
+            else self.blocks(inner)
+        )
+        return found.transpose(0, 1).mean(1)  # type: ignore[no-any-return]
+
+
+def rough_codes(model: nn.Module) -> dict[str, Encoded]:
+    return {
+        name: Scalar(2).encode(Weight(value))
+        for name, value in model.state_dict().items()
+        if value.dim() == 2 and not name.endswith("last.weight")
+    }
+
+
+def count_rows(
+    trial: SingleWeightTrial, layer: str, codes: Mapping[str, Encoded]
+) -> tuple[list[int], dict[str, float]]:
+    """Samples of each run of a layer while weights are tried, and their divergences."""
+    rows: list[int] = []
+    with hooked(trial.model, after={layer: lambda _module, _inputs, output: rows.append(len(output))}):
+        found = dict(trial.divergences(codes))
+    return rows, found
+
+
+@pytest.mark.parametrize("room", [1 << 29, 2000, 1])
+def test_weights_tried_in_one_pass_diverge_as_they_do_alone(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether all copies fit into memory at once, some of them, or one; the shared weight is tried alone."""
+    monkeypatch.setattr("factorpack.budget.side_by_side.COPY_BYTES", room)
+    torch.manual_seed(0)
+    model, batches = Blocks(3).eval(), [seeded(7, 12), seeded(5, 12, seed=1)]
+    trial, codes = SingleWeightTrial(model, calibrate(model, batches)), rough_codes(model)
+    before = {name: value.clone() for name, value in trial.state.items()}
+    alone, expected = count_rows(trial, "blocks.2.0", codes)
+    assert set(alone) == {5, 7}
+    monkeypatch.setattr("factorpack.budget.coding.ALONE", frozenset())
+    together, found = count_rows(trial, "blocks.2.0", codes)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert (max(together) > 7 * 3) == (room > 2000)
+    assert all(torch.equal(value, before[name]) for name, value in trial.state.items())
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (Centred(), seeded(8, 12)),
+        (TimeFirst(flat=False), seeded(8, 8, 12)),
+        (TimeFirst(flat=True), seeded(8, 8, 12)),
+        (Blocks(3), seeded(1, 12)),
+    ],
+    ids=["centred over samples", "time first", "time first, flat", "one sample"],
+)
+def test_samples_that_may_depend_on_one_another_are_tried_alone(
+    model: nn.Module, inputs: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial, codes = SingleWeightTrial(model.eval(), calibrate(model, inputs)), rough_codes(model)
+    expected = dict(trial.divergences(codes))
+    monkeypatch.setattr("factorpack.budget.coding.ALONE", frozenset())
+    assert dict(trial.divergences(codes)) == expected

@@ -244,7 +244,7 @@ def test_a_gpu_that_is_too_small(plain: Path, tmp_path: Path, monkeypatch: pytes
     def fail(*_: Any) -> None:
         raise torch.cuda.OutOfMemoryError("tried to allocate 2 GiB")
 
-    monkeypatch.setattr(sequential, "meet_bytes", fail)
+    monkeypatch.setattr(sequential, "meet_together", fail)
     with pytest.raises(fp.SourceError, match=r"fewer or shorter samples .*tried to allocate 2 GiB"):
         fp.compress(plain, ratio=5, calibration=batches(), to=tmp_path / "packed", progress=False)
     with pytest.raises(torch.cuda.OutOfMemoryError):

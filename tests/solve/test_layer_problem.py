@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +13,14 @@ from torch import Tensor
 
 from factorpack.record import LayerMoments
 from factorpack.solve.feedback import feedback_factor
-from factorpack.solve.layer_problem import Basis, layer_problem, smooth_inputs, tile_basis
+from factorpack.solve.layer_problem import (
+    Basis,
+    LayerProblem,
+    layer_problem,
+    layer_problems,
+    smooth_inputs,
+    tile_basis,
+)
 from tests.helpers import assert_close, relative_error, seeded
 
 LITTLE = 1e-9
@@ -264,3 +274,53 @@ def test_a_basis_is_its_codes_times_one_scale() -> None:
     assert basis.scale.shape == (1, 1)
     assert int(basis.codes.abs().max()) == 127
     assert torch.equal(basis.matrix(), basis.codes.float() * basis.scale.float())
+
+
+@pytest.mark.parametrize("tile", [1, 4])
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("corner", [1.0, -5.0])
+def test_problems_of_several_layers_are_those_of_each(tile: int, adapted: bool, corner: float) -> None:
+    """Also beside a layer that sees nothing, one that sees little, and one whose moments are not positive."""
+    rows = torch.stack([mixed(10, 12, seed=seed) for seed in range(5)])
+    inputs = [mixed(300, 12, seed, unit)[None] for seed, unit in enumerate((1.0, 0.0, 1e-3, 1.0, 2.0))]
+    others = [
+        (each + 0.1 * mixed(300, 12, 7)[None], weight) for each, weight in zip(inputs, rows, strict=True)
+    ]
+    moments = [
+        moments_of(each, *(other if adapted else ())) for each, other in zip(inputs, others, strict=True)
+    ]
+    odd = moments[3].second.clone()
+    odd[0, 0, 0] *= corner
+    moments[3] = replace(moments[3], second=odd)
+    assert_alike(layer_problems(rows, moments, tile, 0.05), rows, moments, tile)
+
+
+@pytest.mark.parametrize("tile", [1, 4])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_problems_of_layers_with_the_same_inputs_are_those_of_each(tile: int, adapted: bool) -> None:
+    rows, inputs = torch.stack([mixed(10, 12, seed=seed) for seed in range(3)]), mixed(300, 12)[None]
+    original = inputs + 0.1 * mixed(300, 12, 7)[None]
+    moments = [moments_of(inputs, *((original, weight) if adapted else ())) for weight in rows]
+    moments = [replace(each, second=moments[0].second) for each in moments]
+    assert_alike(layer_problems(rows, moments, tile, 0.05), rows, moments, tile)
+
+
+def assert_alike(
+    found: Sequence[LayerProblem], rows: Tensor, moments: Sequence[LayerMoments], tile: int
+) -> None:
+    """Problems posed at once, against each posed alone."""
+    for problem, weight, of_one in zip(found, rows, moments, strict=True):
+        basis = tile_basis(weight, tile, of_one.second) if tile > 1 else None
+        alone = layer_problem(weight, of_one, basis, 0.05)
+        assert problem.latent.shape == alone.latent.shape
+        if basis is not None:
+            assert problem.basis is not None
+            assert torch.equal(problem.basis.codes, basis.codes)
+            assert torch.equal(problem.basis.scale, basis.scale)
+        torch.testing.assert_close(problem.latent, alone.latent, rtol=1e-4, atol=1e-5)
+        assert problem.factor is not None
+        torch.testing.assert_close(
+            problem.factor, alone.factor, rtol=1e-3, atol=1e-4 * problem.factor.abs().max()
+        )
+        for size in ("rms", "largest", "mean_importance"):
+            assert getattr(problem, size) == pytest.approx(getattr(alone, size), rel=1e-4)

@@ -1,4 +1,4 @@
-"""Ways to code one weight: its basis and trellis by rate and distortion, its curve, its step for a size."""
+"""Ways to code one weight: its basis and trellis by rate and distortion, and its curve."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from math import exp, sqrt
 import torch
 from torch import Tensor
 
+from factorpack.budget.coding import finest_step, prepare_together
 from factorpack.budget.curves import Curve
 from factorpack.budget.planner import Planner
-from factorpack.budget.step_search import StepSearch
 from factorpack.errors import while_compressing
-from factorpack.format.streams import split_of, states_of
 from factorpack.methods import SecondOrder
 from factorpack.methods.second_order import stored_step
 from factorpack.quantize.trellis import SHORTEST
-from factorpack.record import Encoded
 from factorpack.solve.code_size import estimate_bytes
 from factorpack.solve.layer_problem import LayerProblem, round_many
 from factorpack.weight import Weight
@@ -44,42 +42,10 @@ PLANNED_VALUES = 1 << 18
 """Values of a weight that plans are made on: rows are alike, so a large weight needs only some of them."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Coded:
-    """A weight's codes, the method that made them, and the step that was tried."""
-
-    encoded: Encoded
-    method: SecondOrder
-    step: float
-    """As the search for it knows it: the method's own is never finer than 16-bit codes allow."""
-    bytes: int
-    """Estimated, in the file."""
-
-
 def planning_bytes(numel: int) -> int:
     """Peak memory while weights of so many elements are planned or coded."""
     # Several steps are tried at once where a weight is small.
     return PLANNED_BYTES * min(max(numel, VALUES_AT_ONCE), (len(OCTAVES) + 1) * numel)
-
-
-def encode_with_step(weight: Weight, method: SecondOrder, step: float) -> Coded:
-    """The weight at a step, or at the finest that 16-bit codes allow."""
-    method = replace(method, step=max(step, _finest_step(weight, method)))
-    encoded = method.encode(weight)
-    return Coded(encoded, method, step, estimated_bytes(encoded))
-
-
-def estimated_bytes(encoded: Encoded) -> int:
-    """About a weight's bytes in the file, without its row in the schema: see solve/code_size.py."""
-    total = 0.0
-    for name, part in encoded.parts.items():
-        if name not in encoded.bits:
-            total += part.numel() * part.dtype.itemsize
-            continue
-        split = split_of(encoded, name)
-        matrix = part.T.reshape(split, -1) if split else part
-        total += estimate_bytes(matrix[None].float(), states_of(encoded, name)).item()
-    return int(total)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,9 +63,9 @@ class Try:
 
     def stored_steps(self) -> Tensor:
         """The steps as they would be stored, no finer than 16-bit codes allow."""
-        finest = _finest_step(self.weight, self.method)
+        finest = finest_step(self.weight, self.method)
         stored = [stored_step(max(step, finest), self.method.trellis).float() for step in self.steps]
-        return torch.cat(stored).flatten().to(self.problem.latent.device)
+        return torch.cat(stored).flatten()
 
     def shape(self) -> tuple[object, ...]:
         """What tries that can be rounded at once have in common."""
@@ -130,7 +96,8 @@ def measure_steps(tries: Sequence[Try]) -> list[Measured]:
 
 
 def _measure_together(tries: Sequence[Try]) -> list[Measured]:
-    one, steps = tries[0], torch.stack([each.stored_steps() for each in tries])
+    one = tries[0]
+    steps = torch.stack([each.stored_steps() for each in tries]).to(one.problem.latent.device)
     some = len(one.problem.latent) * one.problem.latent.shape[1]
     rows = one.weight.layout.outputs
     if len(tries) > 1:
@@ -140,7 +107,7 @@ def _measure_together(tries: Sequence[Try]) -> list[Measured]:
         codes, errors = one.problem.round(steps[0], one.method.price, one.method.trellis)
         sizes = estimate_bytes(codes.flatten(1, 2), one.method.trellis, rows)[None]
     scales = [rows / some * _loss_per_error(each.weight, each.method) for each in tries]
-    others = [_other_bytes(each.problem) for each in tries]
+    others = _other_bytes([each.problem for each in tries])
     return [
         [(size + other, error * scale) for size, error in zip(*columns, strict=True)]
         for *columns, other, scale in zip(
@@ -149,11 +116,18 @@ def _measure_together(tries: Sequence[Try]) -> list[Measured]:
     ]
 
 
-def _other_bytes(problem: LayerProblem) -> float:
-    """Steps and a basis, if there is one."""
-    steps = 4 if problem.row_scales is None else 2 * len(problem.row_scales)
-    basis = problem.basis
-    return steps if basis is None else steps + estimate_bytes(basis.codes.float()[None]).item() + 4
+def _other_bytes(problems: Sequence[LayerProblem]) -> list[float]:
+    """Of each: steps, and a basis, if there is one."""
+    found = [4.0 if each.row_scales is None else 2.0 * len(each.row_scales) for each in problems]
+    bases: dict[int, list[int]] = {}
+    for place, each in enumerate(problems):
+        if each.basis is not None:
+            bases.setdefault(len(each.basis.codes), []).append(place)
+    for places in bases.values():
+        codes = [each.basis.codes for each in (problems[place] for place in places) if each.basis is not None]
+        for place, size in zip(places, estimate_bytes(torch.stack(codes).float()).tolist(), strict=True):
+            found[place] += size + 4
+    return found
 
 
 def _loss_per_error(weight: Weight, method: SecondOrder) -> float:
@@ -184,6 +158,7 @@ def choose_methods(weights: Sequence[Weight], planner: Planner, bits: float) -> 
     """
     plain = planner.method()
     ways = [[replace(plain, tile=tile) for tile in _tiles(each, planner.basis)] for each in weights]
+    prepare_together(weights, ways)
     best = _cheapest(weights, ways, bits)
     for weight, method in zip(weights, best, strict=True):
         weight.forget((method.tile, method.damping))
@@ -259,21 +234,6 @@ def _bytes_along(trellis: int, plain: float, numel: int) -> int:
     return int(plain - saved * numel / 8)
 
 
-def meet_bytes(
-    weight: Weight, method: SecondOrder, planned: float, aim: float, within: float = 0.01
-) -> Coded:
-    """The weight at about `aim` bytes, searching from the method's step, at which `planned` bytes are expected."""
-    assert method.step is not None
-    search = StepSearch(weight.numel)
-    step = method.step * search.factor(planned, aim)
-    for _ in range(4):
-        coded = encode_with_step(weight, method, step)
-        if abs(coded.bytes - aim) <= within * aim + 32:
-            break
-        step = search.next_after(step, coded.bytes, aim)
-    return coded
-
-
 def middle_step(weight: Weight, method: SecondOrder, bits: float) -> float:
     """The step at which a Gaussian of the latent's RMS takes `bits` per value."""
     return max(method.problem(weight).rms, 1e-30) * float(2.0 ** (GAUSSIAN_BITS - max(bits, 0.5)))
@@ -289,11 +249,6 @@ def step_at_unit_slope(weight: Weight, method: SecondOrder) -> float:
     if weight.sensitivity is None:
         return max(problem.rms, 1e-30) * sqrt(problem.latent.numel() / _share_of_noise(weight))
     return 1.0 / sqrt(max(weight.sensitivity * problem.mean_importance, 1e-30))
-
-
-def _finest_step(weight: Weight, method: SecondOrder) -> float:
-    """Finer steps would need more than the 16 bits of a code, the growth of feedback allowed for."""
-    return method.problem(weight).largest * 2.0 ** (-12 if method.trellis else -14)
 
 
 def _tiles(weight: Weight, with_basis: bool) -> list[int]:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from factorpack.budget.candidates import encode_with_step, plan_together
+from factorpack.batches import device_of
+from factorpack.budget.candidates import plan_together
+from factorpack.budget.coding import at_once, encode_with_steps, works_together
 from factorpack.budget.curves import Curve, allocate, fill_unknown, load_curves, save_curves
 from factorpack.budget.journal import NOTHING_KEPT, Finished, Journal, identify
 from factorpack.budget.knowledge import Knowledge
@@ -21,8 +23,6 @@ from factorpack.methods import SecondOrder
 from factorpack.progress import Progress
 from factorpack.weight import Weight
 
-TOGETHER = 1 << 24
-"""Elements of weights and their inputs' moments that are planned at once."""
 KEPT_BYTES = 4 << 30
 """Plans are corrected where all weights, ready to be rounded again, fit into this much memory."""
 
@@ -150,8 +150,8 @@ def _alike(names: Sequence[str], tensors: Tensors) -> list[list[str]]:
     for name in names:
         by_shape.setdefault(entries[name].shape, []).append(name)
     for shape, alike in by_shape.items():
-        at_once = max(1, TOGETHER // (math.prod(shape) + math.prod(shape[1:]) ** 2))
-        groups += [alike[start : start + at_once] for start in range(0, len(alike), at_once)]
+        most = at_once(shape)
+        groups += [alike[start : start + most] for start in range(0, len(alike), most)]
     return groups
 
 
@@ -169,10 +169,15 @@ def _measuring(knowledge: Knowledge, ready: Group, methods: Mapping[str, SecondO
     assert knowledge.model is not None
     assert knowledge.held_out is not None
     trial = SingleWeightTrial(knowledge.model, knowledge.held_out)
-    return lambda wanted: (
-        (name, trial.divergence(name, encode_with_step(ready[name], methods[name], step).encoded))
-        for name, step in wanted.items()
-    )
+    together = works_together(device_of(knowledge.model))
+
+    def measure_here(wanted: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+        for names in [list(wanted)] if together else [[name] for name in wanted]:
+            weights, by = [ready[name] for name in names], [methods[name] for name in names]
+            encoded = encode_with_steps(weights, by, [wanted[name] for name in names])
+            yield from trial.divergences(dict(zip(names, encoded, strict=True)))
+
+    return measure_here
 
 
 def _refine(

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from factorpack.budget.candidates import encode_with_step, meet_bytes
+from factorpack.batches import device_of
+from factorpack.budget.coding import Aim, Coded, at_once, encode_with_step, meet_together, works_together
 from factorpack.budget.following_norms import MeanOutput, explain_mean_of, running_means_after
 from factorpack.budget.journal import NOTHING_KEPT, Finished, Journal
 from factorpack.budget.knowledge import Knowledge
@@ -22,7 +23,7 @@ from factorpack.format.packed_file import bytes_of, rows_of
 from factorpack.methods import SecondOrder
 from factorpack.passes.resident import copy_network, release, replace_weight, tensor_of
 from factorpack.progress import Progress
-from factorpack.record import Encoded, LayerMoments, bias_of
+from factorpack.record import Encoded, LayerMoments, bias_of, weight_of
 from factorpack.weight import Weight
 
 NEARLY = 0.03
@@ -53,6 +54,8 @@ class SequentialCoder:
         self._journal = journal
         self.order = knowledge.order(tensors.coded)
         self._done: dict[str, _Done] = {}
+        self._ahead: dict[str, tuple[Coded, Weight, LayerMoments | None]] = {}
+        """Codes of weights whose turn will come, made with those of one that has the same inputs."""
         self._compressed: nn.Module | None = None
         self._means = self._explained_means()
         self._corrected: dict[str, Tensor] = {}
@@ -64,7 +67,7 @@ class SequentialCoder:
         self, methods: Mapping[str, SecondOrder], planned: Mapping[str, float], aim: float, closer: str
     ) -> None:
         """Each weight in turn spends its share of the bytes that are left."""
-        self._done, self._compressed, left = {}, self._copy_of_model(), aim
+        self._done, self._ahead, self._compressed, left = {}, {}, self._copy_of_model(), aim
         walk = self._knowledge.walk(self._compressed)
         journal = self._journal.after("codes", dict(methods), dict(planned), aim)
         estimated: dict[str, int] = {}
@@ -83,7 +86,7 @@ class SequentialCoder:
                 if kept is not None:
                     done = self._resume(name, kept, walk, name == closer)
                 else:
-                    done = self._encode(name, methods[name], planned[name], share, walk)
+                    done = self._encode(name, methods, planned, share, walk)
                 left -= done.bytes
                 self.streams.begin(name, done.encoded, pool, self._tensors.numel)
                 if planned[name] >= LARGE * aim:
@@ -166,15 +169,42 @@ class SequentialCoder:
             self._corrected[mean] = explained.with_weight(decode(encoded))
 
     def _encode(
-        self, name: str, method: SecondOrder, planned: float, share: float, walk: Walk | None
+        self,
+        name: str,
+        methods: Mapping[str, SecondOrder],
+        planned: Mapping[str, float],
+        share: float,
+        walk: Walk | None,
     ) -> _Done:
         """One weight at about a share of its planned bytes, put into the compressed network."""
-        weight, moments = self._weight(name, walk)
-        with while_compressing(name):
-            coded = meet_bytes(weight, method, planned, planned * share, NEARLY)
-        encoded = self._put(name, coded.encoded, weight.values, moments)
+        if name not in self._ahead:
+            names = self._alike(name, walk)
+            seen = [self._weight(each, walk) for each in names]
+            aims = [
+                Aim(weight, methods[each], planned[each], planned[each] * share)
+                for each, (weight, _) in zip(names, seen, strict=True)
+            ]
+            with while_compressing(", ".join(names)):
+                coded = meet_together(aims, NEARLY)
+            self._ahead |= {each: (code, *of) for each, code, of in zip(names, coded, seen, strict=True)}
+        found, weight, moments = self._ahead.pop(name)
+        encoded = self._put(name, found.encoded, weight.values, moments)
         # Where it will be encoded: no copy of the codes stays on a GPU.
-        return _Done(encoded.to("cpu"), coded.step, coded.bytes, weight, moments)
+        return _Done(encoded.to("cpu"), found.step, found.bytes, weight, moments)
+
+    def _alike(self, name: str, walk: Walk | None) -> list[str]:
+        """A weight, and those of its shape whose layers have the same inputs, where they are coded together."""
+        layer, model = self._knowledge.layer_of.get(name), self._knowledge.model
+        if layer is None or walk is None or model is None or not works_together(device_of(model)):
+            return [name]
+        entries, layer_of = self._tensors.source.entries, self._knowledge.layer_of
+        shape = entries[name].shape
+        alike = [
+            other
+            for other in map(weight_of, walk.same_input(layer))
+            if other in layer_of and other not in self._done and entries[other].shape == shape
+        ]
+        return alike[: at_once(shape)]
 
     def _weight(self, name: str, walk: Walk | None) -> tuple[Weight, LayerMoments | None]:
         """A weight, with the moments of its inputs in the network as compressed so far."""

@@ -14,12 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from factorpack.budget.candidates import (
-    encode_with_step,
-    meet_bytes,
-    plan_together,
-    planning_bytes,
-)
+from factorpack.budget.candidates import plan_together, planning_bytes
+from factorpack.budget.coding import encode_with_steps, meet_bytes
 from factorpack.budget.curves import Curve, load_curves, save_curves
 from factorpack.budget.following_norms import explain_mean, running_means_after
 from factorpack.budget.goals import check_max_bytes
@@ -234,14 +230,14 @@ def encode_weight(
     assert method.step is not None
     with while_compressing(tensor.name):
         weight = read_stored(tensor)
-        coded = (
-            encode_with_step(weight, method, method.step)
+        encoded = (
+            encode_with_steps([weight], [method], [method.step])[0]
             if aim is None
-            else meet_bytes(weight, method, aim, aim)
+            else meet_bytes(weight, method, aim).encoded
         )
     if behind is not None:
-        _write_mean(behind, weight.values, decode(coded.encoded))
-    write_part(file, tensor.name, coded.encoded)
+        _write_mean(behind, weight.values, decode(encoded))
+    write_part(file, tensor.name, encoded)
 
 
 def _write_mean(behind: MeanBehind, original: Tensor, weight: Tensor) -> None:

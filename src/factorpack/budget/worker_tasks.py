@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from factorpack.batches import device_of
-from factorpack.budget.candidates import encode_with_step, plan_together
+from factorpack.budget.candidates import plan_together
+from factorpack.budget.coding import encode_with_steps
 from factorpack.budget.curves import Curve
 from factorpack.budget.planner import Planner
 from factorpack.budget.sensitivity import Shown, Sums, show
@@ -97,7 +98,8 @@ def measure_divergence_of(
 ) -> float:
     """A worker's task: what a weight alone, rounded at a step, does to the model's outputs."""
     weight = _load_weights(file, shared.device)[name]
-    return _trial_once(shared).divergence(name, encode_with_step(weight, method, step).encoded)
+    (encoded,) = encode_with_steps([weight], [method], [step])
+    return _trial_once(shared).divergence(name, encoded)
 
 
 @lru_cache(maxsize=1)

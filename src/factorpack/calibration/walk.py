@@ -66,11 +66,11 @@ class Walk:
     def moments(self, layer: str) -> LayerMoments:
         """Moments of a layer's inputs; those of layers with the same input are kept for when they are visited."""
         changes, kept = self._kept.pop(layer, (None, None))
-        if kept is not None and changes == self._changes_before(self._group(layer)[0]):
+        if kept is not None and changes == self._changes_before(self.same_input(layer)[0]):
             return kept
         if not self._go_to(layer):
             return self._calibration.moments([layer], self._original, self._compressed)[layer]
-        group = self._group(layer)
+        group = self.same_input(layer)
         # All of them, even where some have been visited: sums are then the same wherever a run resumes.
         found = self._gather(group)
         changes = self._changes_before(group[0])
@@ -109,7 +109,7 @@ class Walk:
         self._borders = [[INPUTS for _ in self._batches] for _ in self._networks]
         self._forms: list[Forms] = [{} for _ in self._batches]
 
-    def _group(self, layer: str) -> list[str]:
+    def same_input(self, layer: str) -> list[str]:
         """The layers to visit that have the same input as this one, in execution order."""
         same, segment = self._segments.same_input.get(layer, (layer,)), self.segment_of(layer)
         group = [name for name in same if name in self._layers and self.segment_of(name) == segment]
@@ -251,7 +251,7 @@ class Walk:
         """For the first layer of each group, its members among `layers`; for the others nothing."""
 
         def members(layer: str) -> list[str]:
-            group = [name for name in self._group(layer) if name in layers]
+            group = [name for name in self.same_input(layer) if name in layers]
             return group if group[0] == layer else []
 
         return members

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, prod
 from typing import ClassVar
 
@@ -23,7 +24,7 @@ from factorpack.quantize.uniform import (
     fit_scale,
     storable,
 )
-from factorpack.record import Encoded
+from factorpack.record import Encoded, LayerMoments
 from factorpack.solve.code_length import HIGH_RATE
 from factorpack.solve.feedback import Nearest, round_with_feedback
 from factorpack.solve.layer_problem import (
@@ -32,6 +33,8 @@ from factorpack.solve.layer_problem import (
     Basis,
     LayerProblem,
     layer_problem,
+    layer_problems,
+    round_many,
     row_scales,
     smooth_inputs,
     tile_basis,
@@ -131,6 +134,21 @@ class SecondOrder(Method):
 
         return weight.prepare((tile, self.damping), make)
 
+    def prepare_together(self, weights: Sequence[Weight]) -> None:
+        """`problem` of weights of one shape, at once for those that have moments of one group and lack it."""
+        tile = self.tile if weights[0].filter_size % self.tile == 0 else 1
+        known: list[tuple[Weight, LayerMoments]] = []
+        for weight in weights:
+            moments = self.moments_of(weight)
+            if moments is not None and len(moments.second) == 1:
+                known += [] if weight.is_prepared((tile, self.damping)) else [(weight, moments)]
+        if len(known) < 2:
+            return
+        rows = torch.stack([weight.rows() for weight, _ in known])
+        problems = layer_problems(rows, [moments for _, moments in known], tile, self.damping)
+        for (weight, _), problem in zip(known, problems, strict=True):
+            weight.prepare((tile, self.damping), partial(_same, problem))
+
     def _expected_inputs(self, weight: Weight, tile: int) -> Tensor | None:
         """Second moments to assume of the inputs to a tile that is one kernel of a convolution."""
         kernel = weight.shape[2:]
@@ -155,6 +173,10 @@ class SecondOrder(Method):
         return weight.encoded("scalar", parts, {"codes": bits})
 
 
+def _same(problem: LayerProblem) -> LayerProblem:
+    return problem
+
+
 def check_trellis(states: int) -> None:
     check_type("trellis", states, int)
     if states not in (0, *MEMORY):
@@ -172,20 +194,55 @@ def encode_at(
     """The weight's codes at one step, as a scalar or a factors tensor."""
     stored = stored_step(step, trellis).to(problem.latent.device)
     codes, _ = problem.round(stored.float().reshape(1), price, trellis)
-    largest = float(codes.abs().max())
+    if problem.row_scales is not None:
+        stored = storable(stored.float() * problem.row_scales.to(stored.device))
+    largest = _checked(float(codes.abs().max()), step)
+    return as_encoded(codes[0], stored, problem.basis, weight, trellis, largest)
+
+
+def encode_each_at(
+    problems: Sequence[LayerProblem], steps: Sequence[float], weights: Sequence[Weight], price: float
+) -> list[Encoded]:
+    """`encode_at` of weights of one shape and one group, each at its own step, rounded at once."""
+    stored = [stored_step(step, 0) for step in steps]
+    moved = torch.cat([each.float() for each in stored]).to(problems[0].latent.device)  # (weights, 1)
+    codes, _ = round_many(problems, moved, price)
+    largest = [
+        _checked(found, step) for found, step in zip(codes.abs().amax((1, 2, 3)).tolist(), steps, strict=True)
+    ]
+    scales = [part.to(each.dtype) for part, each in zip(moved.split(1), stored, strict=True)]
+    bases = [each.basis for each in problems]
+    return [
+        as_encoded(*each[:-1], largest=each[-1])
+        for each in zip(codes, scales, bases, weights, largest, strict=True)
+    ]
+
+
+def _checked(largest: float, step: float) -> float:
+    """The largest magnitude of codes at a step, if it can be stored."""
     if largest > code_range(MAX_STORED_BITS)[1]:
         raise PlanError(
             f"at step {step} codes go up to {largest:.3g}, expected a step at which {MAX_STORED_BITS} bits do"
         )
-    if problem.row_scales is not None:
-        stored = storable(stored.float() * problem.row_scales.to(stored.device))
-    return as_encoded(codes[0], stored, problem.basis, weight, trellis)
+    return largest
 
 
-def as_encoded(codes: Tensor, step: Tensor, basis: Basis | None, weight: Weight, trellis: int = 0) -> Encoded:
-    """Codes (groups, rows, K) of one step, (1, 1), or one per row, (out, 1), as they are stored."""
+def as_encoded(
+    codes: Tensor,
+    step: Tensor,
+    basis: Basis | None,
+    weight: Weight,
+    trellis: int = 0,
+    largest: float | None = None,
+) -> Encoded:
+    """Codes (groups, rows, K) of one step, (1, 1), or one per row, (out, 1), as they are stored.
+
+    `largest` is their largest magnitude, where it is known.
+    """
     matrix = codes.flatten(0, 1)  # (out, K)
-    bits = min(max(2, int(matrix.abs().max()).bit_length() + 1), MAX_STORED_BITS)
+    if largest is None:
+        largest = float(matrix.abs().max())
+    bits = min(max(2, int(largest).bit_length() + 1), MAX_STORED_BITS)
     matrix = matrix.clamp(*code_range(bits)).to(code_dtype(bits))
     if basis is None:
         parts = {"codes": matrix.contiguous(), "scale": step}

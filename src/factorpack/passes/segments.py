@@ -95,6 +95,12 @@ class Border:
     def bytes(self) -> int:
         return 0 if self.value is None else self.value.nbytes
 
+    def joined(self, other: Border) -> Border:
+        """The samples of both, which have run as far."""
+        assert self.value is not None
+        assert other.value is not None
+        return Border(self.place, torch.cat([self.value, other.value]))
+
 
 INPUTS = Border()
 
@@ -116,16 +122,21 @@ def run_to(
     model: nn.Module, batch: Any, segments: Segments, start: Border, forms: Forms, place: int
 ) -> Border:
     """Runs a model from a border to the start of a later segment; adds the forms it meets."""
+    with recording(model, segments, start, forms):
+        return run_between(model, batch, segments, start, forms, place)
+
+
+def run_between(
+    model: nn.Module, batch: Any, segments: Segments, start: Border, forms: Forms, place: int
+) -> Border:
+    """The same where all forms are known."""
     found: list[Border] = []
 
     def stop(_module: nn.Module, _inputs: Any, output: Any) -> None:
         found.append(Border(place, own(tensor_in(output))))
         raise StopForward
 
-    with (
-        recording(model, segments, start, forms),
-        hooked(model, after={segments.cuts[place - 1].module: stop}),
-    ):
+    with hooked(model, after={segments.cuts[place - 1].module: stop}):
         run_on(model, batch, segments, start, forms)
     return found[0]
 

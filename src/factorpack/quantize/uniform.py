@@ -6,6 +6,7 @@ share a scale; callers transpose to share along columns.
 
 from __future__ import annotations
 
+from math import inf
 from typing import Literal
 
 import torch
@@ -88,10 +89,14 @@ def mse_scale(rows: Tensor, bits: int, start: Tensor) -> Tensor:
 def storable(scale: Tensor) -> Tensor:
     """Rounds scales, or signed levels, to FP16, or to FP32 if FP16 would overflow or lose precision that
     matters."""
-    size = scale.abs()
-    largest = size.max().item() if size.numel() else 0.0
-    matters = size[size > largest * 2.0**-20]
-    fits = matters.numel() == 0 or (matters.min().item() >= 2.0**-16 and largest <= 65504.0)
+    if scale.numel() == 1:  # as below, in a single look at the device
+        least = largest = abs(scale.item())
+    else:
+        size = scale.abs()
+        largest = size.max().item() if size.numel() else 0.0
+        matters = size[size > largest * 2.0**-20]
+        least = matters.min().item() if matters.numel() else 0.0
+    fits = not 0.0 < largest < inf or (least >= 2.0**-16 and largest <= 65504.0)
     return scale.to(torch.float16 if fits else torch.float32)
 
 

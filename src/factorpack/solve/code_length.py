@@ -84,19 +84,16 @@ def free_lengths(batch: int, rows: int, columns: int, device: torch.device) -> C
     return CodeLengths(table, classes[:, :rows], classes[:, :columns], 0.0)
 
 
-def fit_lengths(values: Tensor, price: float = HIGH_RATE, rounds: int = 2) -> CodeLengths:
+def fit_lengths(values: Tensor, price: float = HIGH_RATE) -> CodeLengths:
     """Fits code lengths to (batch, rows, columns) values in units of the step."""
     size = values.abs()
     rows, columns = _half_octaves(size.mean(2)), _half_octaves(size.mean(1))
     middle = _half_octaves(size.mean((1, 2)))
     row_class = (rows - middle[:, None]).round().long() + CLASSES // 2
     column_class = (columns - middle[:, None]).round().long()
-    table = values.new_zeros(len(values), CLASSES, 2 * REACH + 1)
-    lengths = CodeLengths(table, row_class, column_class, price)
-    for _ in range(rounds):
-        table = _bits_table(lengths.round_all(values), row_class, column_class)
-        lengths = CodeLengths(table, row_class, column_class, price)
-    return lengths
+    first = CodeLengths(_bits_table(values.round(), row_class, column_class), row_class, column_class, price)
+    table = _bits_table(first.round_all(values), row_class, column_class)
+    return CodeLengths(table, row_class, column_class, price)
 
 
 def _row_blocks(values: Tensor) -> Iterator[slice]:

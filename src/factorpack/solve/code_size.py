@@ -54,12 +54,14 @@ def estimate_bytes(codes: Tensor, states: int = 0, rows: int = 0) -> Tensor:
         row_class, column_class = _refined(_binned(symbols), row_class, column_class)
     models = row_class[:, :, None] + column_class[:, None, :]
     counts = _count(models if quantizers is None else 2 * models + quantizers, symbols)
-    classes = _class_bits(row_class) + _class_bits(column_class)
+    classes = _class_bits(row_class, column_class)
     together = counts.sum(1, keepdim=True) if not states else counts.unflatten(1, (-1, 2)).sum(1)
-    shortest = torch.minimum(_model_bits(counts, share) + classes * share, _model_bits(together, share))
+    bits = _model_bits(torch.cat([counts, together], 1), share)
+    by_class, without = bits.split([counts.shape[1], together.shape[1]], 1)
+    shortest = torch.minimum(by_class.sum(1) + classes * share, without.sum(1))
     if states:  # models that ignore the quantizer
         independent = counts.unflatten(1, (-1, 2)).sum(2)
-        shortest = torch.minimum(shortest, _model_bits(independent, share) + classes * share)
+        shortest = torch.minimum(shortest, _model_bits(independent, share).sum(1) + classes * share)
     return (shortest + bits_beyond * share) / 8 + HEADER_BYTES
 
 
@@ -165,20 +167,21 @@ def _count(models: Tensor, symbols: Tensor) -> Tensor:
     return torch.bincount(cells.flatten(), minlength=batch * height * width).reshape(batch, height, width)
 
 
-def _class_bits(classes: Tensor) -> Tensor:
-    """Bits that name the classes of (batch, n) rows or columns: (batch,)."""
-    return _entropy(torch.nn.functional.one_hot(classes.long(), MAX_CLASSES).sum(1))
+def _class_bits(rows: Tensor, columns: Tensor) -> Tensor:
+    """Bits that name the classes of (batch, n) rows and (batch, m) columns: (batch,)."""
+    counts = [torch.nn.functional.one_hot(each.long(), MAX_CLASSES).sum(1) for each in (rows, columns)]
+    return _entropy(torch.stack(counts)).sum(0)
 
 
 def _model_bits(counts: Tensor, share: float) -> Tensor:
-    """Bits of messages and tables of (batch, models, symbols): (batch,); `share` times as many codes as counted."""
+    """Bits of messages and tables of (..., symbols): (...); `share` times as many codes as counted."""
     seen = counts.double() * share
-    tables = torch.where(counts > 0, seen.clamp_min(1.0).log2() / 2 + SYMBOL_BITS, 0.0)
-    return (_entropy(counts) * share + tables.sum(-1)).sum(-1)
+    tables = (seen.clamp_min(1.0).log2() / 2 + SYMBOL_BITS) * (counts > 0)
+    return _entropy(counts) * share + tables.sum(-1)
 
 
 def _entropy(counts: Tensor) -> Tensor:
     """Bits of a message with these counts, (..., symbols), under its own model."""
     seen = counts.double()
-    total = seen.sum(-1, keepdim=True)
-    return torch.where(counts > 0, seen * (total / seen.clamp_min(1.0)).log2(), 0.0).sum(-1)
+    total = seen.sum(-1, keepdim=True).clamp_min_(1.0)
+    return (seen * (total / seen.clamp_min(1.0)).log2()).sum(-1)

@@ -46,18 +46,33 @@ class Nearest:
         return values.round().clamp_(self.low, self.high)
 
 
-def feedback_factor(second: Tensor, damping: float = 0.01) -> Tensor:
+def feedback_factor(second: Tensor, damping: float = 0.01, layers: int = 1) -> Tensor:
     """U of (batch, K, K) second moments, upper triangular, U^T U = (H + damping mean(diag H) I)^-1.
 
-    Damping keeps directions that are rare in the sample from being ignored.
+    Damping keeps directions that are rare in the sample from being ignored. The batch may be that of several
+    `layers`, which do not depend on one another.
     """
-    level = ridge(second)
+    level = ridge(second, layers)
     for attempt in (damping, 10 * damping, 100 * damping, 1.0):
         # The Cholesky factor of H with reversed rows and columns is the inverse of U reversed alike.
-        lower, failed = torch.linalg.cholesky_ex((second + attempt * level).flip(-1, -2))
+        lower, failed = cholesky((second + attempt * level).flip(-1, -2), layers)
         if not failed.any():
             break
+        if layers > 1:
+            return torch.cat([feedback_factor(each, damping) for each in second.chunk(layers)])
     return inverse_of_lower(lower).flip(-1, -2).contiguous()
+
+
+def cholesky(matrices: Tensor, layers: int = 1) -> tuple[Tensor, Tensor]:
+    """Cholesky factors of (batch, K, K), and where there are none. Those of several layers are found in turn.
+
+    A GPU's routine for many matrices is slower than the one for a single large matrix.
+    """
+    if layers == 1:
+        lower, failed = torch.linalg.cholesky_ex(matrices)
+        return lower, failed
+    found = [torch.linalg.cholesky_ex(each) for each in matrices.chunk(layers)]
+    return torch.cat([lower for lower, _ in found]), torch.cat([failed for _, failed in found])
 
 
 def inverse_of_lower(lower: Tensor) -> Tensor:
@@ -78,11 +93,13 @@ def inverse_of_lower(lower: Tensor) -> Tensor:
     return found
 
 
-def ridge(second: Tensor) -> Tensor:
+def ridge(second: Tensor, layers: int = 1) -> Tensor:
     """The mean of each moment matrix's diagonal, times the identity: (batch, K, K)."""
     level = second.diagonal(dim1=-2, dim2=-1).mean(-1)
-    # A group whose inputs are all zero still needs a ridge, far below its neighbours'.
-    level = level.clamp_min(max(1e-4 * level.mean().item(), 1e-30))
+    # A group whose inputs are all zero still needs a ridge, far below its neighbours' in the same layer.
+    groups = level.unflatten(0, (layers, -1))
+    least = (1e-4 * groups.mean(1, keepdim=True).double()).clamp_min(1e-30).to(level)
+    level = torch.maximum(groups, least).flatten()
     return torch.diag_embed(level[:, None].expand(-1, second.shape[-1]))
 
 

@@ -13,7 +13,13 @@ from torch import Tensor
 from factorpack.quantize.uniform import code_range, from_codes, root_mean_square, storable, to_codes
 from factorpack.record import LayerMoments
 from factorpack.solve.code_length import HIGH_RATE, CodeLengths, fit_lengths
-from factorpack.solve.feedback import feedback_factor, inherited_variance, ridge, round_with_feedback
+from factorpack.solve.feedback import (
+    cholesky,
+    feedback_factor,
+    inherited_variance,
+    ridge,
+    round_with_feedback,
+)
 from factorpack.solve.trellis_search import FINE_STEP, TrellisLengths, fit_trellis
 
 CODEBOOK_BITS = 8
@@ -30,7 +36,7 @@ class Basis:
     """C, quantized: every tile of d elements is C times d latents."""
 
     codes: Tensor
-    """(d, d), int8, and one scale for all, (1, 1)."""
+    """(d, d), int8, and one scale for all, (1, 1); or both with a dimension of layers before them."""
     scale: Tensor
 
     def matrix(self) -> Tensor:
@@ -157,13 +163,64 @@ def layer_problem(
     """
     if moments is None:
         return LayerProblem(_to_latent(rows[None].float(), basis), None, basis)
-    second = moments.second.float()
-    groups = len(second)
-    split = rows.reshape(groups, -1, rows.shape[1]).to(second)  # (g, out/g, K)
-    if moments.cross is not None:
-        split = _adapt_to_inputs(split, second, moments.cross.float(), damping)
+    second, cross = moments.second, moments.cross
+    split = rows.reshape(len(second), -1, rows.shape[1])  # (g, out/g, K)
+    return LayerProblem(*_pose(split, second, cross, basis, damping), basis)
+
+
+def layer_problems(
+    rows: Tensor, moments: Sequence[LayerMoments], tile: int = 1, damping: float = DAMPING
+) -> list[LayerProblem]:
+    """The problems of weights of one shape, (layers, out, K), each of one group: few large operations for all."""
+    layers, crosses = len(rows), [each.cross for each in moments if each.cross is not None]
+    basis = None
+    if tile == 1 and all(each.second is moments[0].second for each in moments):
+        # Layers with the same inputs, such as queries and keys, are rows of one problem.
+        cross = torch.cat(crosses, 1) if len(crosses) == layers else None
+        joined, one = _pose(rows.flatten(0, 1)[None], moments[0].second, cross, None, damping)
+        latent, factor = joined.reshape(rows.shape), one.expand(layers, -1, -1)
+    else:
+        second = torch.cat([each.second for each in moments])
+        cross = torch.cat(crosses) if len(crosses) == layers else None
+        basis = tile_basis(rows, tile, second[:, None]) if tile > 1 else None
+        latent, factor = _pose(rows, second, cross, basis, damping, layers)
+    bases = (
+        [None] * layers
+        if basis is None
+        else [Basis(*each) for each in zip(basis.codes, basis.scale, strict=True)]
+    )
+    # Copies, so that one that is kept does not hold all the others in memory.
+    parts = ([each.clone() for each in of_all.split(1)] for of_all in (latent, factor))
+    problems = [LayerProblem(*each) for each in zip(*parts, bases, strict=True)]
+    _note_sizes(problems, latent, factor)
+    return problems
+
+
+def _note_sizes(problems: Sequence[LayerProblem], latent: Tensor, factor: Tensor) -> None:
+    """What problems would compute of themselves, each waiting for its device, computed at once."""
+    found = torch.stack(
+        [
+            latent.square().mean((1, 2)).sqrt(),
+            latent.abs().amax((1, 2)),
+            factor.diagonal(dim1=1, dim2=2).pow(-2).mean(1),
+        ]
+    )
+    for problem, (rms, largest, importance) in zip(problems, found.T.tolist(), strict=True):
+        vars(problem).update({"largest": largest, "mean_importance": importance})
+        if 0.0 < rms < inf:
+            vars(problem)["rms"] = rms
+
+
+def _pose(
+    rows: Tensor, second: Tensor, cross: Tensor | None, basis: Basis | None, damping: float, layers: int = 1
+) -> tuple[Tensor, Tensor]:
+    """The latent and the feedback factor of rows (batch, rows, K): the groups of a layer, or several layers."""
+    second = second.float()
+    rows = rows.to(second)
+    if cross is not None:
+        rows = _adapt_to_inputs(rows, second, cross.float(), damping, layers)
     in_basis = second if basis is None else _moments_in_basis(second, basis.matrix().to(second))
-    return LayerProblem(_to_latent(split, basis), feedback_factor(in_basis, damping), basis)
+    return _to_latent(rows, basis), feedback_factor(in_basis, damping, layers)
 
 
 def row_scales(rows: Tensor) -> Tensor | None:
@@ -187,19 +244,20 @@ def tile_basis(rows: Tensor, tile: int, inputs: Tensor | None = None) -> Basis:
     With A the mean second moment of a tile of inputs and S that of a tile of weights: C = A^-1/2 V with V
     the eigenvectors of A^1/2 S A^1/2. It makes both diagonal: latents are uncorrelated, and an error in any
     of them adds equally to the output error. Without moments A is the identity and C has the principal
-    directions.
+    directions. Weights of several layers, and their moments, have one dimension more.
     """
-    tiles = rows.reshape(-1, tile).double()
-    second = tiles.T @ tiles / len(tiles)
+    tiles = rows.unflatten(-1, (-1, tile)).flatten(-3, -2).double()
+    second = tiles.mT @ tiles / tiles.shape[-2]
     half, inverse = _square_roots(second, inputs)
     _, vectors = torch.linalg.eigh(half @ second @ half)
-    columns = inverse @ vectors.flip(1)
-    columns = columns / (torch.linalg.slogdet(columns).logabsdet / tile).exp()  # det itself may overflow
-    largest = columns.gather(0, columns.abs().argmax(0, keepdim=True))
+    columns = inverse @ vectors.flip(-1)
+    size = (torch.linalg.slogdet(columns).logabsdet / tile).exp()  # det itself may overflow
+    columns = columns / size[..., None, None]
+    largest = columns.gather(-2, columns.abs().argmax(-2, keepdim=True))
     columns = (
         columns * torch.where(largest < 0, -1.0, 1.0)
     ).float()  # independent of the eigensolver's signs
-    scale = storable((columns.abs().max() / code_range(CODEBOOK_BITS)[1]).reshape(1, 1))
+    scale = storable(columns.abs().amax((-2, -1), keepdim=True) / code_range(CODEBOOK_BITS)[1])
     return Basis(to_codes(columns, scale, CODEBOOK_BITS), scale)
 
 
@@ -212,42 +270,49 @@ def smooth_inputs(kernel: Sequence[int]) -> Tensor:
 
 def _square_roots(like: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor]:
     """A^1/2 and A^-1/2, with A the mean diagonal block of the inputs' moments, of the size of `like`."""
-    tile = len(like)
+    tile = like.shape[-1]
     if second is None:
         eye = torch.eye(tile, dtype=like.dtype, device=like.device)
         return eye, eye
-    groups, size, _ = second.shape
-    blocks = second.double().reshape(groups, size // tile, tile, size // tile, tile)
-    mean = blocks.diagonal(dim1=1, dim2=3).mean((0, 3)).to(like.device)
+    blocks = second.double().unflatten(-1, (-1, tile)).unflatten(-3, (-1, tile))
+    mean = blocks.diagonal(dim1=-4, dim2=-2).mean((-4, -1)).to(like.device)
     values, vectors = torch.linalg.eigh(mean)
-    values = values.clamp_min(values.max() * 1e-3).clamp_min(torch.finfo(torch.float32).tiny)
-    return vectors * values.sqrt() @ vectors.T, vectors * values.rsqrt() @ vectors.T
+    least = (values.amax(-1, keepdim=True) * 1e-3).clamp_min(torch.finfo(torch.float32).tiny)
+    values = torch.maximum(values, least)[..., None, :]
+    return vectors * values.sqrt() @ vectors.mT, vectors * values.rsqrt() @ vectors.mT
 
 
-def _adapt_to_inputs(rows: Tensor, second: Tensor, cross: Tensor, damping: float) -> Tensor:
+def _adapt_to_inputs(rows: Tensor, second: Tensor, cross: Tensor, damping: float, layers: int) -> Tensor:
     """(M + r W)(H + r I)^-1, with M = E[W u' u^T]: the ridge leaves W unchanged in directions without input."""
-    level = damping * ridge(second)
-    lower, failed = torch.linalg.cholesky_ex(second + level)
+    level = damping * ridge(second, layers)
+    lower, failed = cholesky(second + level, layers)
     if failed.any():
-        return rows
+        if layers == 1:
+            return rows
+        each = zip(rows.chunk(layers), second.chunk(layers), cross.chunk(layers), strict=True)
+        return torch.cat([_adapt_to_inputs(*one, damping, 1) for one in each])
     wanted = cross + rows * level.diagonal(dim1=1, dim2=2)[:, None]
-    adapted: Tensor = torch.cholesky_solve(wanted.transpose(1, 2), lower).transpose(1, 2)
-    return adapted
+    # In turn, as they are factored.
+    each_of = zip(wanted.transpose(1, 2).chunk(layers), lower.chunk(layers), strict=True)
+    return torch.cat([torch.cholesky_solve(*one) for one in each_of]).transpose(1, 2)
 
 
 def _to_latent(rows: Tensor, basis: Basis | None) -> Tensor:
     if basis is None:
         return rows
     inverse = torch.linalg.inv(basis.matrix().double()).to(rows)
-    tile = len(inverse)
-    latent: Tensor = (rows.unflatten(-1, (-1, tile)) @ inverse.T).flatten(-2)
-    return latent
+    return _times(rows, inverse.mT)
 
 
 def _moments_in_basis(second: Tensor, matrix: Tensor) -> Tensor:
     """(I kron C)^T H (I kron C), tile by tile."""
-    tile = len(matrix)
-    right = (second.unflatten(-1, (-1, tile)) @ matrix).flatten(-2)
-    left = right.transpose(1, 2)
-    in_basis: Tensor = (left.unflatten(-1, (-1, tile)) @ matrix).flatten(-2).transpose(1, 2)
-    return in_basis
+    return _times(_times(second, matrix).transpose(1, 2), matrix).transpose(1, 2)
+
+
+def _times(rows: Tensor, matrix: Tensor) -> Tensor:
+    """Each tile of (batch, rows, K) times a matrix, (d, d), or each by that of its layer, (batch, d, d)."""
+    tiles = rows.unflatten(-1, (-1, matrix.shape[-1]))
+    if matrix.dim() > 2:
+        tiles = tiles.flatten(1, 2)
+    product: Tensor = tiles @ matrix
+    return product.reshape(rows.shape)
