@@ -7,7 +7,6 @@ import os
 import pytest
 import torch
 
-from factorpack.solve.code_size import _find_quantizers
 from factorpack.solve.feedback import feedback_factor, round_with_feedback
 from factorpack.solve.trellis_search import fit_trellis, path_by_rows
 from tests.helpers import seeded
@@ -30,17 +29,6 @@ def test_all_paths_at_once_are_those_of_the_search_row_by_row(
         complete(monkeypatch)
     costs = seeded(4, rows, paths).square().to(DEVICE)
     assert torch.equal(find_paths(costs, states), path_by_rows(costs, states))
-
-
-@pytest.mark.parametrize("states", [4, 8])
-def test_quantizers_are_those_of_the_loop(states: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from factorpack.solve.trellis_triton import find_quantizers
-
-    if DEVICE == "cpu":
-        complete(monkeypatch)
-    low = (3 * seeded(20, 70)).abs().to(DEVICE, torch.uint8) & 3
-    loud = (torch.arange(70, device=DEVICE) % 5 > 0).to(torch.uint8)
-    assert torch.equal(find_quantizers(low, loud, states), _find_quantizers(low, loud, states))
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,32 @@ def taps(states: int) -> tuple[list[int], list[int]]:
     return h0, h1
 
 
+def periodic_taps(states: int) -> tuple[int, list[int]]:
+    """The same sum with a single quantizer in it, a period above: the period, and how far above the parities lie.
+
+    A quantizer is h1 / h0 times the parities, as polynomials of bits, and h0 divides 1 + D^period.
+
+    >>> periodic_taps(8)
+    (7, [2, 3, 4, 6])
+    """
+    h0, h1 = MEMORY[states]
+    period = next(n for n in range(1, states) if _divided(1 | 1 << n, h0)[1] == 0)
+    quotient, _ = _divided(1 | 1 << period, h0)
+    product = 0
+    for place in range(quotient.bit_length()):
+        product ^= (h1 << place) * (quotient >> place & 1)
+    return period, [back for back in range(product.bit_length()) if product >> back & 1]
+
+
+def _divided(polynomial: int, by: int) -> tuple[int, int]:
+    """Quotient and remainder of polynomials of bits."""
+    quotient = 0
+    while (places := polynomial.bit_length() - by.bit_length()) >= 0:
+        quotient |= 1 << places
+        polynomial ^= by << places
+    return quotient, polynomial
+
+
 class Quantizers:
     """The quantizers of all paths, row by row of their segments, from the parities of the rows above."""
 
@@ -116,21 +142,29 @@ class Quantizers:
         self._last[0] = quantizer, (indices & 1).astype(np.uint8)
 
 
-def indices_of(levels: Integers, states: int, segment: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-    """The index and quantizer of every level of (rows, columns); raises FormatError if they are not a path.
+def quantizers_of(parities: NDArray[np.uint8], states: int, segment: int) -> NDArray[np.uint8]:
+    """The quantizers of paths down all columns, (rows, columns), from the parities of all their indices."""
+    rows, columns = parities.shape
+    period, backs = periodic_taps(states)
+    height = -(-segment // period) * period
+    padded = np.zeros((-(-rows // segment), height, columns), np.uint8)
+    for top in range(0, rows, segment):
+        own = parities[top : top + segment]
+        for back in backs:
+            padded[top // segment, back : len(own)] ^= own[: max(len(own) - back, 0)]
+    runs = padded.reshape(-1, height // period, period, columns)
+    np.bitwise_xor.accumulate(runs, axis=1, out=runs)
+    return padded[:, :segment].reshape(-1, columns)[:rows]
 
-    Rows r, r + segment, ... hold row r of all segments, which are processed together.
-    """
-    quantizers = Quantizers(states, quiet_columns(levels))
-    indices, quantizer = np.empty(levels.shape, np.int32), np.empty(levels.shape, np.uint8)
-    for row in range(min(segment, len(levels))):
-        level = levels[row::segment].astype(np.int32)
-        quantizer[row::segment] = q = quantizers.next(len(level))
-        if ((level & 1 != q) & (level != 0)).any():
-            raise FormatError(f"the codes are not a path through a trellis of {states} states")
-        indices[row::segment] = index = (level + q * np.sign(level)) >> 1
-        quantizers.follow(index)
-    return indices, quantizer
+
+def indices_of(levels: Integers, states: int, segment: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+    """The index and quantizer of every level of (rows, columns); raises FormatError if they are not a path."""
+    sizes = np.abs(levels.astype(np.int32))
+    quantizer = quantizers_of((sizes + 1 >> 1 & 1).astype(np.uint8), states, segment)
+    quantizer[:, quiet_columns(levels)] = 0
+    if ((sizes & 1 != quantizer) & (sizes != 0)).any():
+        raise FormatError(f"the codes are not a path through a trellis of {states} states")
+    return (sizes + 1 >> 1) * np.sign(levels).astype(np.int32), quantizer
 
 
 def levels_of(indices: Integers, quantizer: Integers) -> NDArray[np.signedinteger]:
@@ -141,11 +175,4 @@ def levels_of(indices: Integers, quantizer: Integers) -> NDArray[np.signedintege
 
 def walk(indices: Integers, states: int, segment: int) -> NDArray[np.signedinteger]:
     """The levels of indices, (rows, columns), that are all known: no column is quiet."""
-    quantizers = Quantizers(states, np.zeros(indices.shape[1], np.bool_))
-    wide = np.int16 if indices.itemsize == 1 else np.int32
-    levels: NDArray[np.signedinteger] = np.empty(indices.shape, wide)
-    for row in range(min(segment, len(indices))):
-        own = indices[row::segment]
-        levels[row::segment] = levels_of(own, quantizers.next(len(own)))
-        quantizers.follow(own)
-    return levels
+    return levels_of(indices, quantizers_of((indices & 1).astype(np.uint8), states, segment))

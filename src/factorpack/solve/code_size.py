@@ -12,7 +12,7 @@ from torch import Tensor
 
 from factorpack.format.classes import MAX_CLASSES
 from factorpack.format.stream_plan import MANY_CODES, class_width
-from factorpack.quantize.trellis import segment_rows, taps
+from factorpack.quantize.trellis import periodic_taps, segment_rows
 from factorpack.solve.evenly import spread_evenly
 
 SAMPLED = 1 << 22
@@ -128,33 +128,23 @@ def _symbols(codes: Tensor, magnitude: Tensor) -> tuple[Tensor, Tensor | float]:
 
 
 def path_quantizers(levels: Tensor, states: int) -> Tensor:
-    """Which quantizer each level of paths down the rows of (batch, rows, columns) uses."""
-    batch, rows, columns = levels.shape
+    """Which quantizer each level of paths down the rows of (batch, rows, columns) uses.
+
+    As `quantizers_of` of quantize/trellis.py: an index's parity is that of half its level, rounded up.
+    """
+    rows = levels.shape[1]
     segment = segment_rows(rows)
-    low = levels.abs().to(torch.int32).bitwise_and_(3).to(torch.uint8)  # these bits give an index's parity
-    loud = (low & 1).amax(1)[:, None].expand(batch, -(-rows // segment), columns)  # quiet: no odd level
-    low = torch.nn.functional.pad(low, (0, 0, 0, -rows % segment)).unflatten(1, (-1, segment))
-    paths = low.movedim(2, 0).reshape(segment, -1)
-    if levels.is_cuda:
-        from factorpack.solve.trellis_triton import find_quantizers  # triton is there only with a GPU
-
-        found = find_quantizers(paths, loud.reshape(-1).contiguous(), states)
-    else:
-        found = _find_quantizers(paths, loud.reshape(-1), states)
-    by_row = found.reshape(segment, *loud.shape).movedim(0, 2).flatten(1, 2)
-    return by_row[:, :rows].to(torch.int32)
-
-
-def _find_quantizers(low: Tensor, loud: Tensor, states: int) -> Tensor:
-    """Row by row, from the quantizers and parities of the rows above: (segment, paths)."""
-    found, past = torch.zeros_like(low), list[tuple[Tensor, Tensor]]()
-    for row, here in enumerate(found):
-        for which, backs in enumerate(taps(states)):
-            for back in backs:
-                if back <= row:
-                    here ^= past[-back][which]
-        here &= loud
-        past = [*past[-2:], (here, (low[row] + here) >> 1 & 1)]
+    period, backs = periodic_taps(states)
+    sizes = levels.abs().to(torch.int32)
+    loud = (sizes & 1).amax(1, keepdim=True)  # a quiet column has no odd level
+    parities = (sizes + 1 >> 1 & 1).to(torch.uint8)
+    height = -(-segment // period) * period
+    parities = torch.nn.functional.pad(parities, (0, 0, 0, -rows % segment)).unflatten(1, (-1, segment))
+    sums = torch.zeros(*parities.shape[:2], height, levels.shape[2], dtype=torch.uint8, device=levels.device)
+    for back in backs:
+        sums[:, :, back:segment] += parities[:, :, : max(segment - back, 0)]
+    sums = sums.unflatten(2, (-1, period)).cumsum(2, dtype=torch.uint8).flatten(2, 3)
+    found: Tensor = (sums[:, :, :segment].flatten(1, 2)[:, :rows] & 1).to(torch.int32) * loud
     return found
 
 

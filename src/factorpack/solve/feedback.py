@@ -16,7 +16,8 @@ from torch import Tensor
 from factorpack.solve.code_length import CodeLengths, free_lengths
 from factorpack.solve.trellis_search import TrellisLengths
 
-BLOCK = 128
+BLOCK, TRELLIS_BLOCK = 128, 32
+"""Columns between two products; along a trellis on a GPU fewer: there the kernel takes longer for feedback."""
 SOLVED = 256
 """Triangular matrices of this size are inverted by solving."""
 NARROW = 8
@@ -125,8 +126,9 @@ def round_with_feedback(
     step = step.expand(batch, rows).reshape(left.shape[:2])
     codes = torch.empty_like(left)
     error = left.new_zeros(left.shape[:2])
-    for start in range(0, size, BLOCK):
-        stop = min(start + BLOCK, size)
+    width = TRELLIS_BLOCK if left.is_cuda and isinstance(rounding, TrellisLengths) else BLOCK
+    for start in range(0, size, width):
+        stop = min(start + width, size)
         block = left[:, :, start:stop].contiguous()
         code, residues = _round_block(block, factor, start, step, rounding)
         codes[:, :, start:stop] = code

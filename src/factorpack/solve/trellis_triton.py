@@ -13,13 +13,13 @@ from torch import Tensor
 
 from factorpack.quantize.trellis import LONGEST, segment_rows
 from factorpack.solve.code_length import CLASSES, REACH
-from factorpack.solve.feedback import BLOCK
+from factorpack.solve.feedback import TRELLIS_BLOCK
 from factorpack.solve.trellis_search import TrellisLengths
 
 SUBSETS = 4
 LANES = 64
 """Paths per program, where all are known."""
-AT_ONCE = 8
+AT_ONCE = 16
 """Rows whose costs are loaded before they are added up."""
 _SIZES = ["rows", "group_rows", "first", "size", "factor_stride", "segment", "width"]
 """A kernel for every shape would take longer to compile than to run."""
@@ -124,35 +124,6 @@ def find_paths(costs: Tensor, states: int) -> Tensor:
         num_warps=LANES // 32,
     )
     return taken
-
-
-@triton.jit(do_not_specialize=["rows", "paths"], do_not_specialize_on_alignment=["paths"])  # type: ignore[untyped-decorator]
-def _find_quantizers(levels, loud, found, rows, paths, LANES: tl.constexpr, STATES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program: LANES paths. The taps are those of quantize/trellis.py."""
-    lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    here = lane < paths
-    free = tl.load(loud + lane, here, 0).to(tl.int32)
-    none = free * 0
-    q1, q2, q3, p1, p2 = none, none, none, none, none
-    for row in range(rows):
-        own = row * paths + lane
-        low = tl.load(levels + own, here, 0).to(tl.int32)
-        quantizer = (q1 ^ q3 ^ p2 if STATES == 8 else q2 ^ p1) & free
-        tl.store(found + own, quantizer.to(tl.uint8), here)
-        q1, q2, q3, p1, p2 = quantizer, q1, q2, ((low + quantizer) >> 1) & 1, p1
-
-
-def find_quantizers(levels: Tensor, loud: Tensor, states: int) -> Tensor:
-    """The quantizers of paths, (segment, paths), whose levels have these two lowest bits, in bytes.
-
-    A path that is not `loud`, (paths,), has the first one throughout.
-    """
-    rows, paths = levels.shape
-    found = torch.empty_like(levels)
-    _find_quantizers[(triton.cdiv(paths, LANES),)](
-        levels, loud, found, rows, paths, LANES=LANES, STATES=states, num_warps=LANES // 32
-    )
-    return found
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -298,7 +269,7 @@ def round_block(
         lengths.price,
         segment,
         width,
-        N=BLOCK,
+        N=TRELLIS_BLOCK,
         ROWS=LONGEST,
         STATES=lengths.states,
         REACH=REACH,
