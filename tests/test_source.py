@@ -18,10 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import factorpack as fp
-from factorpack import source
+from factorpack.checkpoints import safetensors_entries
+from factorpack.checkpoints.weight_names import natural_key
 from factorpack.errors import SourceError
+from factorpack.model_reference import import_model
 from factorpack.record import DTYPES
-from factorpack.source import import_model, natural_key, open_source
+from factorpack.source import open_source
 from tests.helpers import assert_same_tensor, seeded
 
 STATE = {
@@ -342,9 +344,9 @@ def test_a_header_is_read_once_however_many_tensors_there_are(
 ) -> None:
     state = {f"layer{n}.weight": seeded(4, 4, seed=n) for n in range(40)}
     save_file(state, tmp_path / "many.safetensors")
-    calls = {name: Calls(getattr(source, name)) for name in ("safe_open", "_read_header")}
+    calls = {name: Calls(getattr(safetensors_entries, name)) for name in ("safe_open", "_read_header")}
     for name, counting in calls.items():
-        monkeypatch.setattr(source, name, counting)
+        monkeypatch.setattr(safetensors_entries, name, counting)
     fp.compress(tmp_path / "many.safetensors", fp.Scalar(4), to=tmp_path / "out", progress=False)
     assert {name: counting.count for name, counting in calls.items()} == {"safe_open": 1, "_read_header": 1}
     for name, entry in open_source(tmp_path / "many.safetensors").entries.items():
@@ -376,8 +378,8 @@ def tied_folder(folder: Path, state: dict[str, Tensor]) -> Path:
 
 def test_heads_are_read_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tied_folder(tmp_path, {f"head.{n}.weight": seeded(8, 8, seed=n) for n in range(30)})
-    reading = Calls(source._read_tensor)
-    monkeypatch.setattr(source, "_read_tensor", reading)
+    reading = Calls(safetensors_entries._read_tensor)
+    monkeypatch.setattr(safetensors_entries, "_read_tensor", reading)
     assert open_source(folder).aliases == {}
     assert reading.count == 30
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import signal
 import sys
 import warnings
@@ -128,10 +129,32 @@ def exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, end)
 
 
+class _Notes(logging.Handler):
+    """Prints what the library says about the files it reads."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from factorpack.commands.console import print_note
+
+        print_note(record.getMessage())
+
+
+@contextmanager
+def _printed_notes() -> Iterator[None]:
+    logger, handler = logging.getLogger("factorpack.source"), _Notes()
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
 def main() -> None:
     exit_on_sigterm()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _printed_notes():
             warnings.showwarning = _show_warning
             app(prog_name="factorpack")
     except (FactorpackError, OSError) as error:

@@ -10,10 +10,10 @@ import typer
 
 from factorpack.commands.console import print_json, print_line
 from factorpack.commands.options import ImageSize, Json, Model, PackedFile
+from factorpack.model_reference import import_model
 from factorpack.onnx.exporter import export as export_onnx
 from factorpack.packed import load
 from factorpack.report.text import human_bytes
-from factorpack.source import import_model
 
 
 def export(
