@@ -29,19 +29,8 @@ _HEADERS = {
     (2, 0): np.lib.format.read_array_header_2_0,
 }
 _NUMBERS = {"f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1", "c8", "c16"}
-_FAILURES = (
-    zipfile.BadZipFile,
-    zlib.error,
-    ValueError,
-    SyntaxError,
-    TypeError,
-    LookupError,
-    RuntimeError,
-    MemoryError,
-    EOFError,
-    OverflowError,
-)
-"""What zipfile and numpy raise on damaged archives and headers."""
+_FAILURES = (zipfile.BadZipFile, zlib.error, ValueError, LookupError, RuntimeError, EOFError)
+"""What zipfile raises on damaged archives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +49,16 @@ class _Array:
 
 def read_npz(path: Path) -> tuple[dict[str, Entry], tuple[Note, ...]]:
     """The arrays of numbers in an .npz file, and a line on those of anything else."""
-    try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-            state, found = state_of(file), dict(_arrays(archive))
-    except _FAILURES as error:
-        raise SourceError(f"{path} is not a whole .npz file: {error or type(error).__name__}") from error
-    except SourceError as error:
-        error.args = (f"{path} {error}",)
-        raise
+    with path.open("rb") as file:
+        state = state_of(file)
+        try:
+            with zipfile.ZipFile(file) as archive:
+                found = dict(_arrays(archive))
+        except (*_FAILURES, OSError) as error:  # a place before the beginning of a file is an OSError
+            raise SourceError(f"{path} is not a whole .npz file: {error or type(error).__name__}") from error
+        except SourceError as error:
+            error.args = (f"{path} {error}",)
+            raise
     declared, size = sum(each.bytes for each in found.values()), path.stat().st_size
     if declared > LARGEST_EXPANSION * size + SPARE_BYTES:
         raise SourceError(
@@ -107,7 +98,10 @@ def _read_header(stream: IO[bytes]) -> _Array:
     version = np.lib.format.read_magic(stream)
     if version not in _HEADERS:
         raise ValueError(f"an array is in format {version}, known are {list(_HEADERS)}")
-    shape, is_transposed, dtype = _HEADERS[version](stream, max_header_size=_LONGEST_HEADER)
+    try:
+        shape, is_transposed, dtype = _HEADERS[version](stream, max_header_size=_LONGEST_HEADER)
+    except Exception as error:  # numpy evaluates a literal, which fails in a dozen ways
+        raise ValueError(f"the header of an array is damaged: {error or type(error).__name__}") from error
     if any(type(size) is not int or size < 0 for size in shape) or (
         math.prod(max(size, 1) for size in shape) > LARGEST_NUMEL
     ):
