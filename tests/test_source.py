@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,6 @@ import factorpack as fp
 from factorpack.checkpoints import safetensors_entries
 from factorpack.checkpoints.weight_names import natural_key
 from factorpack.errors import SourceError
-from factorpack.model_reference import import_model
 from factorpack.record import DTYPES
 from factorpack.source import open_source
 from tests.helpers import assert_same_tensor, seeded
@@ -291,30 +289,6 @@ class TestNoCheckpoint:
         torch.save([1, 2], tmp_path / "a.pt")
         with pytest.raises(SourceError, match="holds a list, expected a state dict"):
             open_source(tmp_path / "a.pt")
-
-
-class TestModels:
-    """What `--model module:callable` names."""
-
-    def test_an_installed_module_comes_before_one_in_the_working_folder(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.delitem(sys.modules, "this", raising=False)
-        (tmp_path / "this.py").write_text("from pathlib import Path\nPath('ran').touch()\ns = None\n")
-        with pytest.raises(SourceError, match="returns a str, expected a torch module"):
-            import_model("this:s")
-        assert not (tmp_path / "ran").exists()
-
-    def test_a_module_in_the_working_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-        (tmp_path / "net_of_mine.py").write_text("from torch.nn import Identity\n")
-        before = list(sys.path)
-        assert isinstance(import_model("net_of_mine:Identity"), nn.Identity)
-        assert sys.path == before
-        with pytest.raises(SourceError, match="there is no 'net_of_nobody:a'"):
-            import_model("net_of_nobody:a")
-        assert sys.path == before
 
 
 @given(st.integers(0, 2000), st.integers(0, 2000))
