@@ -41,7 +41,9 @@ COMMANDS: dict[str, Command] = {
     "recipes": Command("recipes", "List the recipes that come with factorpack, or print one to start from."),
     "inspect": Command("inspect", "Show where every byte of a packed file went, tensor by tensor."),
     "decode": Command("decode", "Decode a packed file into an ordinary .safetensors checkpoint."),
-    "export": Command("export", "Write a small ONNX file that rebuilds the weights from the packed codes."),
+    "export": Command(
+        "export", "Write a packed file for other programs: ONNX, GGUF, or safetensors in 16 bits."
+    ),
     "verify": Command("verify", "Check a packed file, and compare it with the original checkpoint."),
     "finetune": Command("finetune", "Train a packed model end to end in its packed form, and save it."),
     "eval": Command("evaluate", "Measure accuracy on an image folder, or perplexity on a text."),
