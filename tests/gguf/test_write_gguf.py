@@ -111,6 +111,7 @@ def test_transformers_opens_the_same_model(transformers: Any, tmp_path: Path, ti
     fp.hub.save_pretrained(small, tmp_path / "small", like=model)
     made = fp.gguf.export(small, tmp_path / "net.gguf", tmp_path / "small", tokenizer=False)
     assert made.bytes == (tmp_path / "net.gguf").stat().st_size
+    assert ("output.weight" in open_source(tmp_path / "net.gguf").entries) != tied
     opened = type(model).from_pretrained(tmp_path, gguf_file="net.gguf", dtype=torch.float32).eval()
     ids = torch.arange(20).reshape(2, 10)
     with torch.inference_mode():

@@ -126,8 +126,6 @@ def _read_array(path: Path, name: str, array: _Array, state: FileState) -> Tenso
                     values[place : place + len(part)] = np.frombuffer(part, np.uint8)
                     if len(part) < min(_PIECE, len(values) - place):
                         raise EOFError("the array ends too early")
-                if stream.read(1):  # which also has the checksum compared
-                    raise EOFError("the array does not end")
     except _FAILURES as error:
         raise SourceError(f"array {name!r} of {path} is damaged: {error or type(error).__name__}") from error
     shape = array.shape[::-1] if array.is_transposed else array.shape
