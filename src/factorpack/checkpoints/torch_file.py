@@ -128,7 +128,9 @@ def _refusal(path: Path, pickled: bytes, error: Exception) -> SourceError:
     refused = SourceError(f"{path} cannot be read as plain tensors: {reason} ({_ADVICE})")
     if is_module or (unknown is not None and _TENSOR in pickled):
         key = _named_in(pickled)
-        refused.add_note("If you trust it, for these two lines run its code, make a file that can be read:")
+        refused.add_note(
+            "If you trust it, these two lines, which run its code, make a file that can be read:"
+        )
         refused.add_note(f"found = torch.load({path.name!r}, map_location='cpu', weights_only=False){key}")
         saved = "found.state_dict()" if is_module else "found"
         refused.add_note(f"torch.save({saved}, {f'{path.stem}-weights.pt'!r})")
