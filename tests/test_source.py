@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import factorpack as fp
-from factorpack import source
+from factorpack.checkpoints import safetensors_entries
+from factorpack.checkpoints.weight_names import natural_key
 from factorpack.errors import SourceError
 from factorpack.record import DTYPES
-from factorpack.source import import_model, natural_key, open_source
+from factorpack.source import open_source
 from tests.helpers import assert_same_tensor, seeded
 
 STATE = {
@@ -291,30 +291,6 @@ class TestNoCheckpoint:
             open_source(tmp_path / "a.pt")
 
 
-class TestModels:
-    """What `--model module:callable` names."""
-
-    def test_an_installed_module_comes_before_one_in_the_working_folder(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.delitem(sys.modules, "this", raising=False)
-        (tmp_path / "this.py").write_text("from pathlib import Path\nPath('ran').touch()\ns = None\n")
-        with pytest.raises(SourceError, match="returns a str, expected a torch module"):
-            import_model("this:s")
-        assert not (tmp_path / "ran").exists()
-
-    def test_a_module_in_the_working_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-        (tmp_path / "net_of_mine.py").write_text("from torch.nn import Identity\n")
-        before = list(sys.path)
-        assert isinstance(import_model("net_of_mine:Identity"), nn.Identity)
-        assert sys.path == before
-        with pytest.raises(SourceError, match="there is no 'net_of_nobody:a'"):
-            import_model("net_of_nobody:a")
-        assert sys.path == before
-
-
 @given(st.integers(0, 2000), st.integers(0, 2000))
 def test_numbers_in_names_sort_as_numbers(one: int, other: int) -> None:
     assert natural_key(f"layer{one}.b") == natural_key(f"layer0{one}.b")
@@ -342,9 +318,9 @@ def test_a_header_is_read_once_however_many_tensors_there_are(
 ) -> None:
     state = {f"layer{n}.weight": seeded(4, 4, seed=n) for n in range(40)}
     save_file(state, tmp_path / "many.safetensors")
-    calls = {name: Calls(getattr(source, name)) for name in ("safe_open", "_read_header")}
+    calls = {name: Calls(getattr(safetensors_entries, name)) for name in ("safe_open", "_read_header")}
     for name, counting in calls.items():
-        monkeypatch.setattr(source, name, counting)
+        monkeypatch.setattr(safetensors_entries, name, counting)
     fp.compress(tmp_path / "many.safetensors", fp.Scalar(4), to=tmp_path / "out", progress=False)
     assert {name: counting.count for name, counting in calls.items()} == {"safe_open": 1, "_read_header": 1}
     for name, entry in open_source(tmp_path / "many.safetensors").entries.items():
@@ -376,8 +352,8 @@ def tied_folder(folder: Path, state: dict[str, Tensor]) -> Path:
 
 def test_heads_are_read_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tied_folder(tmp_path, {f"head.{n}.weight": seeded(8, 8, seed=n) for n in range(30)})
-    reading = Calls(source._read_tensor)
-    monkeypatch.setattr(source, "_read_tensor", reading)
+    reading = Calls(safetensors_entries._read_tensor)
+    monkeypatch.setattr(safetensors_entries, "_read_tensor", reading)
     assert open_source(folder).aliases == {}
     assert reading.count == 30
 

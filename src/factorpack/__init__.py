@@ -5,8 +5,8 @@
 >>> fp.save(packed, "model.packed.safetensors")  # doctest: +SKIP
 >>> model.load_state_dict(fp.load("model.packed.safetensors").state_dict())  # doctest: +SKIP
 
-All other methods are in `fp.methods`; `fp.hub`, `fp.onnx`, `fp.tune` and `fp.engine` hold what their names
-say. Names are imported when they are first used: a reader of files never pays for the compressor.
+All other methods are in `fp.methods`; `fp.hub`, `fp.onnx`, `fp.gguf`, `fp.tune` and `fp.engine` hold what
+their names say. Names are imported when they are first used: a reader of files never pays for the compressor.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from factorpack.version import __version__
 
 if TYPE_CHECKING:
     from factorpack import engine as engine
+    from factorpack import gguf as gguf
     from factorpack import hub as hub
     from factorpack import methods as methods
     from factorpack import onnx as onnx
@@ -70,7 +71,7 @@ _HOMES = {
     "save": "packed",
 }
 """Where each name that is imported when it is first used comes from."""
-_MODULES = ("engine", "hub", "methods", "onnx", "tune")
+_MODULES = ("engine", "gguf", "hub", "methods", "onnx", "tune")
 
 
 def __getattr__(name: str) -> Any:

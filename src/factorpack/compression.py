@@ -40,6 +40,7 @@ def compress(
     source: Checkpoint,
     method: Method | None = None,
     *,
+    key: str | None = None,
     ratio: float | None = None,
     max_bytes: int | None = None,
     max_loss: float | None = None,
@@ -55,6 +56,10 @@ def compress(
     progress: bool = True,
 ) -> Packed:
     """Compresses a model, a state dict or a checkpoint on disk: with `method`, or into a budget.
+
+    A checkpoint is a `.safetensors`, `.npz` or `.gguf` file, a torch file (`.pt`, `.pth`, `.bin`, `.ckpt`,
+    `.pth.tar`), or a Hugging Face folder. Where a torch file holds several sets of weights, `key` names one. The
+    logger `factorpack.source` says which weights were read, what was left out, and what was renamed.
 
     A budget is one of `ratio` (FP32 bytes over the file's bytes), `max_bytes`, and `max_loss` (nats of
     Kullback-Leibler divergence from the original's predictions on an eighth of the calibration data, which
@@ -99,7 +104,7 @@ def compress(
     """
     if to is not None and isinstance(source, str | Path):
         check_output(Path(to), source, recipe_file(recipe))
-    opened, calibration = open_source(source), read_calibration(calibration)
+    opened, calibration = open_source(source, key).say(), read_calibration(calibration)
     budgets = [budget for budget in (ratio, max_bytes, max_loss) if budget is not None]
     _check_combination(source, method, budgets, calibration, planner or curves)
     model = source if isinstance(source, nn.Module) else None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from factorpack.batches import evaluating, forward
 from factorpack.decoding import decode
-from factorpack.errors import SourceError
+from factorpack.errors import PlanError, SourceError, WeightError
 from factorpack.format.container import Reader, write_plain
 from factorpack.format.encode_ahead import Streams
 from factorpack.format.overwrite import check_output
@@ -86,16 +86,24 @@ class Packed(Mapping[str, Encoded]):
         state = {name: decode(encoded) for name, encoded in self._in_order()}
         return state | {alias: state[target] for alias, target in self.aliases.items()}
 
-    def decode_to(self, path: str | Path, progress: bool = True) -> None:
+    def decode_to(self, path: str | Path, progress: bool = True, dtype: torch.dtype | None = None) -> None:
         """Writes the decoded weights as an ordinary safetensors file, holding one tensor at a time.
 
-        Tied tensors are decoded once and written under each of their names.
+        Tied tensors are decoded once and written under each of their names. With a `dtype`, such as
+        `torch.bfloat16`, every tensor of floating point numbers is written in it.
         """
+        if dtype is not None and not dtype.is_floating_point:
+            raise PlanError(f"dtype is {dtype}, expected a floating point type")
         check_output(Path(path), self.path)
         shapes, names = self.shapes(), self._names()
         ordered = {name: shapes[name] for own in names.values() for name in own}
+        if dtype is not None:
+            ordered = {
+                name: (dtype if own.is_floating_point else own, shape)
+                for name, (own, shape) in ordered.items()
+            }
         with Progress("decoding", sum(math.prod(shape) for _, shape in shapes.values()), progress) as bar:
-            write_plain(Path(path), ordered, self._decoded(names, bar))
+            write_plain(Path(path), ordered, self._decoded(names, bar, dtype))
 
     def _names(self) -> dict[str, list[str]]:
         """Every tensor, with its name and its aliases."""
@@ -104,9 +112,13 @@ class Packed(Mapping[str, Encoded]):
             names[target].append(alias)
         return names
 
-    def _decoded(self, names: Mapping[str, Iterable[str]], bar: Progress) -> Iterator[Tensor]:
+    def _decoded(
+        self, names: Mapping[str, Iterable[str]], bar: Progress, dtype: torch.dtype | None
+    ) -> Iterator[Tensor]:
         for target, own in names.items():
             weight = decode(self[target])
+            if dtype is not None and weight.is_floating_point():
+                weight = cast(target, weight, dtype)
             for name in own:
                 yield weight
                 bar.advance(name, weight.numel())
@@ -186,6 +198,20 @@ def load(path: str | Path, max_bytes: int | None = None) -> Packed:
     """
     reader = Reader(path, max_bytes)
     return Packed(reader, reader.schema.aliases, reader)
+
+
+def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values in another type; WeightError where one that is finite would become infinite."""
+    found = values.to(dtype)
+    if dtype.itemsize < values.dtype.itemsize or dtype == torch.float16:
+        lost = values.isfinite() & ~found.isfinite()
+        if lost.any():
+            largest = float(values[lost].abs().max())
+            raise WeightError(
+                f"tensor {name!r} has values up to {largest:.3g}, and {dtype} ends at {torch.finfo(dtype).max:.3g}: "
+                "choose another type"
+            )
+    return found
 
 
 def _run_once(model: nn.Module, example: Any) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from factorpack.checkpoints.entry import Entry
 from factorpack.engine import Engine, Task, run_tasks
 from factorpack.errors import FormatError, PlanError, SourceError, while_compressing
 from factorpack.format.atomic import rename
@@ -27,7 +28,7 @@ from factorpack.format.packed_file import assemble, write_packed
 from factorpack.format.schema import VERSION
 from factorpack.planning.rules import Choice
 from factorpack.record import Encoded
-from factorpack.source import Entry, Source, checksum_of, open_source
+from factorpack.source import Source, checksum_of, open_source
 from factorpack.version import __version__
 from factorpack.weight import Weight
 
@@ -45,6 +46,8 @@ class StoredTensor:
     name: str
     checksum: str
     """Of its values as the driver saw them, to notice if they change on the way."""
+    key: str | None = None
+    """The name in a torch file under which it is."""
 
 
 def compress_per_tensor(
@@ -62,7 +65,7 @@ def compress_per_tensor(
             Task(
                 name,
                 encode_tensor,
-                (StoredTensor(checkpoint, name, checksums[name]), choice, files[name]),
+                (StoredTensor(checkpoint, name, checksums[name], opened.key), choice, files[name]),
                 peak_bytes(opened.entries[name], choice),
                 opened.entries[name].numel,
             )
@@ -134,7 +137,7 @@ def read_stored(stored: StoredTensor) -> Weight:
     """The weight a worker codes; an error where it is not the one the driver saw."""
     for _ in range(2):
         with suppress(SourceError):
-            source = _open_once(stored.checkpoint)
+            source = _open_once(stored.checkpoint, stored.key)
             weight = source.weight(stored.name) if stored.name in source.entries else None
             if weight is not None and checksum_of(weight.values) == stored.checksum:
                 return weight
@@ -174,6 +177,6 @@ def peak_bytes(entry: Entry, choice: Choice) -> int:
 
 
 @lru_cache(maxsize=1)
-def _open_once(checkpoint: Path) -> Source:
+def _open_once(checkpoint: Path, key: str | None) -> Source:
     """Once per worker: the headers of a checkpoint in many shards take a while."""
-    return open_source(checkpoint)
+    return open_source(checkpoint, key)

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
-import math
-import os
+import logging
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from factorpack.checkpoints.entry import Entry, Note
+from factorpack.checkpoints.gguf_file import read_gguf
+from factorpack.checkpoints.nested_weights import find_weights
+from factorpack.checkpoints.npz_file import read_npz
+from factorpack.checkpoints.safetensors_entries import read_safetensors
+from factorpack.checkpoints.torch_file import read_torch_file
+from factorpack.checkpoints.weight_names import AVERAGES, PARALLEL, fit_names, natural_key, wrapper_of
 from factorpack.errors import SourceError
-from factorpack.format.container import METADATA_KEY, SAFETENSORS_TYPES
 from factorpack.format.streams import raw_bytes
 from factorpack.record import LayerMoments, LayerSample, weight_of
-from factorpack.torch_file import read_torch_file
 from factorpack.weight import Weight
 
-PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+PICKLED = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+"""Endings of torch files; `.pth.tar` is one and no archive of files."""
 SHARDS = (".safetensors", *PICKLED)
+SINGLE_FILES = {".npz": read_npz, ".gguf": read_gguf}
 _INDEXES = (
     "model.safetensors.index.json",
     "diffusion_pytorch_model.safetensors.index.json",
@@ -43,28 +44,15 @@ LARGEST_EXPANSION = 4
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 HEADS = {"fc", "classifier", "head", "heads", "lm_head", "score"}
 """Common names of output heads, as parts of tensor names."""
-_SAFETENSORS_DTYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
+_LOGGER = logging.getLogger(__name__)
 
 
 Checkpoint = nn.Module | Mapping[str, Tensor] | str | Path
 
 
-_VOCABULARY = re.compile(r"embed|wte|lm_head|(^|\.)output\.")
+_VOCABULARY = re.compile(r"embed|token_embd|wte|lm_head|(^|\.)output\.")
 MANY_ROWS = 4
 """Rows per column above which a matrix can be that of a vocabulary."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor that has not been read yet."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    load: Callable[[], Tensor]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +62,38 @@ class Source:
     entries: Mapping[str, Entry]
     aliases: Mapping[str, str] = field(default_factory=dict)
     transposed_groups: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[Note, ...] = ()
+    """What is to be said of how a file was read."""
+    key: str | None = None
+    """The name in a torch file under which the tensors are."""
+
+    def say(self) -> Source:
+        """Logs the notes: once for each time that someone asks for the file to be used."""
+        for note in self.notes:
+            _LOGGER.log(note.level, note.text)
+        return self
+
+    def fitted(self, wanted: Collection[str], file: str) -> Source:
+        """The same tensors under the names that a model has for them, where only prefixes differ."""
+        names = {*self.entries, *self.aliases}
+        fitting = {} if names == set(wanted) else fit_names(names, wanted)
+        # A tensor that only an alias keeps in the model would be left out with its own name.
+        if not fitting or any(
+            name in fitting and target not in fitting for name, target in self.aliases.items()
+        ):
+            return self
+        changed = next((pair for pair in fitting.items() if pair[0] != pair[1]), None)
+        left = len(names) - len(fitting)
+        text = f"{file}: names as the model has them" + (
+            f", {changed[0]!r} as {changed[1]!r}" if changed else ""
+        )
+        text += f"; left out: {left} tensors that the model does not have" if left else ""
+        return replace(self._renamed(fitting), notes=(*self.notes, Note(text)))
+
+    def _renamed(self, names: Mapping[str, str]) -> Source:
+        entries = {names[name]: entry for name, entry in self.entries.items() if name in names}
+        aliases = {names[name]: names[target] for name, target in self.aliases.items() if name in names}
+        return replace(self, entries=entries, aliases=aliases)
 
     def weight(
         self,
@@ -97,63 +117,23 @@ def _is_vocabulary(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and shape[0] > MANY_ROWS * shape[1] and bool(_VOCABULARY.search(name))
 
 
-def open_source(source: Checkpoint) -> Source:
-    """Opens a model, a state dict, or a path: `.safetensors`, `.pt/.pth/.bin`, a Hugging Face folder or index."""
+def open_source(source: Checkpoint, key: str | None = None) -> Source:
+    """Opens a model, a state dict, or a path: `.safetensors`, a torch file, `.npz`, `.gguf`, a folder or index.
+
+    `key` names the weights in a torch file that has several.
+    """
+    if isinstance(source, str | Path):
+        return _open_named(Path(source), key)
+    if key is not None:
+        raise SourceError(f"the key {key!r} is for a torch file, and the source is a {type(source).__name__}")
     if isinstance(source, nn.Module):
         groups = {
             weight_of(name): module.groups
             for name, module in source.named_modules()
             if isinstance(module, TRANSPOSED)
         }
-        plain = _from_state_dict(source.state_dict(keep_vars=False))
-        return Source(plain.entries, plain.aliases, groups)
-    if isinstance(source, Mapping):
-        return _from_state_dict(source)
-    return _open_path(Path(source))
-
-
-def import_model(reference: str) -> nn.Module:
-    """The model that `module:callable` builds, as in `torchvision.models:resnet18`; this runs its code."""
-    module_name, _, attribute = reference.partition(":")
-    if not module_name or not attribute:
-        raise SourceError(f"{reference!r} does not name a model, expected module:callable")
-    try:
-        with _working_folder_last():
-            found = importlib.import_module(module_name)
-            for part in attribute.split("."):
-                found = getattr(found, part)
-            model = found() if callable(found) and not isinstance(found, nn.Module) else found
-    except (ImportError, AttributeError) as error:
-        raise SourceError(f"there is no {reference!r}: {error}") from error
-    except Exception as error:  # the caller's own code may raise anything
-        raise SourceError(f"{reference!r} fails to build a model: {type(error).__name__}: {error}") from error
-    if not isinstance(model, nn.Module):
-        raise SourceError(f"{reference!r} returns a {type(model).__name__}, expected a torch module")
-    return model
-
-
-@contextmanager
-def _working_folder_last() -> Iterator[None]:
-    """Modules are also found in the working folder, where no installed package has the same name."""
-    here = str(Path.cwd())
-    if here in sys.path:
-        yield
-        return
-    sys.path.append(here)
-    try:
-        yield
-    finally:
-        with suppress(ValueError):  # the imported code may have changed the path itself
-            sys.path.remove(here)
-
-
-def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """A sort key that puts `layer10` after `layer9`, for numbers of any length."""
-    # Every second word is a number: the one with more digits is larger.
-    return [
-        (1, len(digits := word.lstrip("0")), digits) if place % 2 else (0, 0, word)
-        for place, word in enumerate(re.split(r"(\d+)", name))
-    ]
+        return replace(_from_state_dict(source.state_dict(keep_vars=False)), transposed_groups=groups)
+    return _from_state_dict(source)
 
 
 def checksum_of(values: Tensor) -> str:
@@ -188,7 +168,16 @@ def _return_always(value: Tensor) -> Callable[[], Tensor]:
     return lambda: value
 
 
-def _open_path(path: Path) -> Source:
+def _open_named(path: Path, key: str | None) -> Source:
+    """What a caller names: a folder, an index or a file. A file's names are without what wrappers added."""
+    if key is not None and (path.is_dir() or path.suffix not in PICKLED):
+        raise SourceError(f"the key {key!r} is for a torch file ({', '.join(PICKLED)}), and {path} is none")
+    opened = _open_path(path, key)
+    is_one_file = path.is_file() and path.suffix in SHARDS
+    return _without_wrapper(opened, path.name) if is_one_file else opened
+
+
+def _open_path(path: Path, key: str | None = None) -> Source:
     if path.is_dir():
         return _open_folder(path)
     if not path.exists():
@@ -196,13 +185,40 @@ def _open_path(path: Path) -> Source:
     if path.name.endswith(".index.json"):
         return _open_index(path)
     if path.suffix == ".safetensors":
-        return Source(dict(_safetensors_entries(path)))
+        return Source(dict(read_safetensors(path)))
     if path.suffix in PICKLED:
-        opened = _from_state_dict(read_torch_file(path))
-        _check_declared(opened, path)
-        return opened
-    allowed = ", ".join((*SHARDS, ".index.json"))
+        return _open_torch_file(path, key)
+    if path.suffix in SINGLE_FILES:
+        entries, notes = SINGLE_FILES[path.suffix](path)
+        ordered = {name: entries[name] for name in sorted(entries, key=natural_key)}
+        return Source(ordered, notes=notes)
+    allowed = ", ".join((*SHARDS, *SINGLE_FILES, ".index.json"))
     raise SourceError(f"{path.name} ends in {path.suffix!r}, expected one of {allowed}, or a folder")
+
+
+def _open_torch_file(path: Path, key: str | None) -> Source:
+    loaded = read_torch_file(path)
+    try:
+        found = find_weights(loaded, path.name, key)
+    except SourceError as error:
+        error.args = (f"{path} {error}",)
+        raise
+    opened = replace(_from_state_dict(found.weights), notes=found.notes, key=found.key)
+    _check_declared(opened, path)
+    return opened
+
+
+def _without_wrapper(source: Source, file: str) -> Source:
+    """Names without what every one of them begins with, if a wrapper puts that there."""
+    names = [*source.entries, *source.aliases]
+    counted = [name for name in names if name != AVERAGES]
+    wrapper = wrapper_of(counted)
+    if not wrapper or (len(counted) < len(names) and not wrapper.startswith(PARALLEL)):
+        return source
+    text = f"{file}: every name began with {wrapper!r}, which is left out"
+    text += f", and so is {AVERAGES!r}" if len(counted) < len(names) else ""
+    renamed = source._renamed({name: name.removeprefix(wrapper) for name in counted})
+    return replace(renamed, notes=(*source.notes, Note(text)))
 
 
 def _check_declared(source: Source, path: Path) -> None:
@@ -267,7 +283,7 @@ def _merge_tied_heads(source: Source) -> Source:
         tied |= {name: first for name in copies if _is_head(name) and name != first}
     entries = {name: entry for name, entry in source.entries.items() if name not in tied}
     aliases = {alias: tied.get(target, target) for alias, target in source.aliases.items()}
-    return Source(entries, aliases | tied)
+    return replace(source, entries=entries, aliases=aliases | tied)
 
 
 def _copies_of_heads(entries: Mapping[str, Entry]) -> Iterator[list[str]]:
@@ -316,54 +332,3 @@ def _open_index(path: Path) -> Source:
 def _is_shard(name: object) -> bool:
     """Only a plain file name: no folder, no `..`, no other index that could name this one."""
     return isinstance(name, str) and Path(name).name == name and Path(name).suffix in SHARDS
-
-
-def _safetensors_entries(path: Path) -> Iterator[tuple[str, Entry]]:
-    try:
-        with safe_open(path, framework="pt") as file:  # which checks the header against the file
-            if METADATA_KEY in (file.metadata() or {}):
-                raise SourceError(f"{path} is already a packed file: decode it first")
-        state, start, header = _read_header(path)
-    except (SafetensorError, OSError) as error:
-        raise SourceError(f"{path} is not a whole safetensors file: {error}") from error
-    header.pop("__metadata__", None)
-    for name in sorted(header, key=natural_key):
-        kind, shape = header[name]["dtype"], tuple(header[name]["shape"])
-        if kind not in _SAFETENSORS_DTYPES:
-            raise SourceError(f"tensor {name!r} of {path} has the unknown type {kind}")
-        dtype, place = _SAFETENSORS_DTYPES[kind], start + header[name]["data_offsets"][0]
-        yield name, Entry(shape, dtype, partial(_read_tensor, path, name, shape, dtype, place, state))
-
-
-FileState = tuple[int, ...]
-
-
-def _read_header(path: Path) -> tuple[FileState, int, dict[str, Any]]:
-    """The state of a file, where its data start, and its entries: read once, however many tensors there are."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        return _state_of(file), 8 + size, json.loads(file.read(size))
-
-
-def _state_of(file: BinaryIO) -> FileState:
-    found = os.fstat(file.fileno())
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _read_tensor(
-    path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype, place: int, state: FileState
-) -> Tensor:
-    values = torch.empty(shape, dtype=dtype)
-    try:
-        # Opened for each tensor: a mapped file that stays open keeps every page it has read resident.
-        with path.open("rb") as file:
-            if _state_of(file) != state:
-                raise SourceError(f"{path} has changed since it was opened: start again")
-            file.seek(place)
-            if values.numel():
-                buffer = memoryview(values.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-                if file.readinto(buffer) != len(buffer):
-                    raise OSError("the file ends too early")
-    except OSError as error:
-        raise SourceError(f"tensor {name!r} can no longer be read from {path}: {error}") from error
-    return values

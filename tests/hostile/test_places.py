@@ -133,7 +133,7 @@ def test_a_checkpoint_that_may_not_be_read(checkpoint: Path, monkeypatch: pytest
     def refused(path: Path, **_: str) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr("factorpack.source.safe_open", refused)
+    monkeypatch.setattr("factorpack.checkpoints.safetensors_entries.safe_open", refused)
     with pytest.raises(SourceError, match="Permission denied"):
         fp.compress(checkpoint, METHOD, progress=False)
 

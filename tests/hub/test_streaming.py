@@ -21,9 +21,10 @@ from factorpack.budget.sensitivity import measure_information
 from factorpack.budget.stream_memory import estimate_stream_memory
 from factorpack.calibration.calibrate import calibrate
 from factorpack.calibration.streaming import open_streamed
+from factorpack.checkpoints.entry import Entry
 from factorpack.decoding import decode
 from factorpack.passes.resident import LIMIT_BYTES, Resident, copy_network, replace_weight, resident_of
-from factorpack.source import Entry, Source, open_source
+from factorpack.source import Source, open_source
 from tests.commands.running import printed, run
 from tests.hub.conftest import bert, llama, save_llama
 

@@ -57,3 +57,33 @@ def test_split_codes_are_exact_and_take_less(shape: tuple[int, int], opset: int)
     encoded = Encoded("scalar", shape, torch.float32, {"codes": codes, "scale": scale}, {"codes": 16})
     for optimised in (False, True):
         assert torch.equal(rebuilt(encoded, optimised, opset), codes.float())
+
+
+def test_rows_are_looked_at_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = uneven(48, 600)
+    whole = split(codes)
+    monkeypatch.setattr("factorpack.onnx.widths._AT_ONCE", 1500)
+    parts = split(codes)
+    assert whole is not None
+    assert parts is not None
+    assert torch.equal(whole.wide, parts.wide)
+    assert {width: rows.tolist() for width, rows in whole.rows.items()} == {
+        width: rows.tolist() for width, rows in parts.rows.items()
+    }
+
+
+def test_no_distance_is_longer_than_fp32_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("factorpack.onnx.widths.MAX_DISTANCE", 2048)
+    codes = torch.zeros(4, 5000, dtype=torch.int16)
+    codes[:, ::2] = 1
+    codes[0, 3], codes[3, 4990] = 3000, -3000
+    found = split(codes)
+    assert found is not None
+    assert int(found.wide.diff(prepend=torch.zeros(1, dtype=torch.int64)).max()) <= 1024
+    assert {3, 3 * 5000 + 4990} < set(found.wide.tolist())
+    pytest.importorskip("onnxruntime")
+    from tests.onnx.test_writers import rebuilt
+
+    parts = {"codes": codes, "scale": torch.ones(1, 1, dtype=torch.float16)}
+    encoded = Encoded("scalar", (4, 5000), torch.float32, parts, {"codes": 16})
+    assert torch.equal(rebuilt(encoded, True, 21), codes.float())

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import factorpack as fp
+from factorpack.checkpoints.entry import Entry
 from factorpack.errors import PlanError
 from factorpack.methods import Keep, Scalar
 from factorpack.planning.families import (
@@ -20,7 +21,7 @@ from factorpack.planning.families import (
     resolve_rules,
 )
 from factorpack.planning.rules import Rules, is_depthwise, not_a_weight
-from factorpack.source import Entry, Source, open_source
+from factorpack.source import Source, open_source
 from tests.helpers import seeded, shared_weights
 
 Shapes = dict[str, tuple[int, ...]]

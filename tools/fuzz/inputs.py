@@ -6,18 +6,21 @@ wrong with it is an error of ours.
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
+import logging
 import math
 import random
 import shutil
 import warnings
 import zipfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save as to_safetensors
 
@@ -27,6 +30,7 @@ from factorpack.calibration.model_folder import CONFIG
 from factorpack.errors import FactorpackError
 from factorpack.source import open_source
 from factorpack.tune.checkpoint import load_checkpoint, random_state, save_checkpoint
+from tests.checkpoints.made_gguf import Info, made
 from tests.hub.conftest import llama
 from tests.tampered import compact
 from tools.fuzz.damages import DAMAGES, change_some
@@ -61,8 +65,32 @@ def pickled(zipped: bool) -> bytes:
     return buffer.getvalue()
 
 
+def training_run() -> bytes:
+    """What a training program saves: weights, their average, an optimizer, and settings."""
+    average = {f"module.{name}": value for name, value in state().items()}
+    optimizer = {"state": {0: {"exp_avg": torch.ones(8, 3)}}, "param_groups": [{"params": [0]}]}
+    content = {"state_dict": state(), "state_dict_ema": average, "optimizer": optimizer}
+    buffer = io.BytesIO()
+    torch.save({**content, "args": argparse.Namespace(lr=0.1), "epoch": 3}, buffer)
+    return buffer.getvalue()
+
+
+def arrays() -> bytes:
+    buffer = io.BytesIO()
+    plain = {name: value.float().numpy() for name, value in state().items()}
+    np.savez_compressed(buffer, **plain, arch=np.array("net"))
+    return buffer.getvalue()
+
+
+def gguf() -> bytes:
+    """Plain tensors, and one of blocks of 8-bit codes, which is read where the gguf package is installed."""
+    plain = made({name: value for name, value in state().items() if value.dtype != torch.bool})
+    blocks = Info("blocks", (64, 2), 8, len(plain.data))
+    return replace(plain, infos=(*plain.infos, blocks), data=plain.data + bytes(range(136))).packed()
+
+
 def rewritten(blob: bytes, rng: random.Random) -> bytes:
-    """A torch archive, one of whose entries is damaged, under right checksums of its own."""
+    """A zip archive, one of whose entries is damaged, under right checksums of its own."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(blob)) as old, zipfile.ZipFile(buffer, "w") as new:
         names = old.namelist()
@@ -94,8 +122,18 @@ def reheaded(blob: bytes, rng: random.Random) -> bytes:
 
 def prepare_sources(folder: Path) -> Judge:
     """Checkpoints: opened, every tensor loaded, and compressed."""
-    whole = {"net.safetensors": to_safetensors(state()), "net.pt": pickled(True), "old.pt": pickled(False)}
-    again = {"net.safetensors": reheaded, "net.pt": rewritten}
+    logging.getLogger("factorpack.source").addHandler(
+        logging.NullHandler()
+    )  # what is said of each is not shown
+    whole = {
+        "net.safetensors": to_safetensors(state()),
+        "net.pt": pickled(True),
+        "old.pt": pickled(False),
+        "run.pth.tar": training_run(),
+        "net.npz": arrays(),
+        "net.gguf": gguf(),
+    }
+    again = {"net.safetensors": reheaded, "net.pt": rewritten, "run.pth.tar": rewritten, "net.npz": rewritten}
 
     def judge(rng: random.Random) -> Result:
         name = rng.choice(list(whole))

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from factorpack.checkpoints.weight_names import natural_key
 from factorpack.record import bias_of
-from factorpack.source import Source, natural_key
+from factorpack.source import Source
 
 RIDGE = 0.05
 """Added to the diagonal of the normal equations, as a share of its mean."""

@@ -15,6 +15,7 @@ from factorpack.budget.meet import AIM
 from factorpack.budget.planner import BudgetRequest, Planner
 from factorpack.budget.stream_memory import StreamMemory, estimate_stream_memory
 from factorpack.budget.tensors import Tensors, split_tensors
+from factorpack.checkpoints.entry import Entry
 from factorpack.errors import PlanError, while_compressing
 from factorpack.format.container import file_header, stored
 from factorpack.format.schema import TensorRow
@@ -23,7 +24,7 @@ from factorpack.planning.families import DEFAULT_METHOD, resolve_rules
 from factorpack.planning.rules import Choice, Rules
 from factorpack.quantize.uniform import MAX_STORED_BITS
 from factorpack.size import fp32_bytes, words
-from factorpack.source import Checkpoint, Entry, Source, open_source
+from factorpack.source import Checkpoint, Source, open_source
 
 BUDGET_FACTOR, BUDGET_BUFFER, BEYOND_BUFFER = 52.0, 380e6, 7.0
 """Peak bytes per byte in FP32 for a budget, which tries several steps at once while a buffer has room."""
@@ -86,6 +87,7 @@ def plan(
     source: Checkpoint,
     method: Method | None = None,
     *,
+    key: str | None = None,
     ratio: float | None = None,
     max_bytes: int | None = None,
     layers: Mapping[str, Method] | None = None,
@@ -105,7 +107,7 @@ def plan(
 
     >>> print(fp.plan("resnet18.safetensors", ratio=12).file_bytes)  # doctest: +SKIP
     """
-    opened = open_source(source)
+    opened = open_source(source, key).say()
     budgets = [budget for budget in (ratio, max_bytes) if budget is not None]
     if len(budgets) + (method is not None) > 1:
         raise PlanError("give one of a method, ratio and max_bytes")

@@ -192,7 +192,7 @@ class TaskCoder:
         return bytes_of([rows[name] for name in self._source.entries], self._source.aliases)
 
     def _stored(self, name: str) -> StoredTensor:
-        return StoredTensor(self._checkpoint, name, self._checksums[name])
+        return StoredTensor(self._checkpoint, name, self._checksums[name], self._source.key)
 
     def _task(self, name: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> Task:
         numel = self.numel(name)

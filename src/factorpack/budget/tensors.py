@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from factorpack.budget.norms import small_leftovers
 from factorpack.budget.planner import BudgetRequest
+from factorpack.checkpoints.entry import Entry
 from factorpack.errors import PlanError
 from factorpack.format.packed_file import file_bytes
 from factorpack.format.schema import EXPANSION
@@ -18,7 +19,7 @@ from factorpack.methods import Keep, Scalar
 from factorpack.planning.rules import Choice, Rules
 from factorpack.quantize.uniform import MAX_STORED_BITS
 from factorpack.record import Encoded
-from factorpack.source import Entry, Source
+from factorpack.source import Source
 from factorpack.weight import Weight
 
 

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from factorpack.calibration.model_folder import CONFIG, Folder, is_model_folder, model_class, open_folder
 from factorpack.calibration.untrusted_folder import check_fit, library_config, opening
+from factorpack.checkpoints.entry import Entry
 from factorpack.errors import SourceError
 from factorpack.passes.resident import LIMIT_BYTES, Resident, resident_of
 from factorpack.record import DTYPES
-from factorpack.source import Entry, Source
+from factorpack.source import Source
 
 
 def open_streamed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import signal
 import sys
 import warnings
@@ -40,7 +41,9 @@ COMMANDS: dict[str, Command] = {
     "recipes": Command("recipes", "List the recipes that come with factorpack, or print one to start from."),
     "inspect": Command("inspect", "Show where every byte of a packed file went, tensor by tensor."),
     "decode": Command("decode", "Decode a packed file into an ordinary .safetensors checkpoint."),
-    "export": Command("export", "Write a small ONNX file that rebuilds the weights from the packed codes."),
+    "export": Command(
+        "export", "Write a packed file for other programs: ONNX, GGUF, or safetensors in 16 bits."
+    ),
     "verify": Command("verify", "Check a packed file, and compare it with the original checkpoint."),
     "finetune": Command("finetune", "Train a packed model end to end in its packed form, and save it."),
     "eval": Command("evaluate", "Measure accuracy on an image folder, or perplexity on a text."),
@@ -128,10 +131,32 @@ def exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, end)
 
 
+class _Notes(logging.Handler):
+    """Prints what the library says about the files it reads."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from factorpack.commands.console import print_note
+
+        print_note(record.getMessage())
+
+
+@contextmanager
+def _printed_notes() -> Iterator[None]:
+    logger, handler = logging.getLogger("factorpack.source"), _Notes()
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
 def main() -> None:
     exit_on_sigterm()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _printed_notes():
             warnings.showwarning = _show_warning
             app(prog_name="factorpack")
     except (FactorpackError, OSError) as error:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from factorpack.commands.console import print_json, print_table
 from factorpack.commands.options import Json, Model, PackedFile
 from factorpack.errors import PlanError
+from factorpack.model_reference import import_model
 from factorpack.packed import load
 from factorpack.report.text import human_bytes
 from factorpack.runtime.apply import MODES, Applied, Mode, resident_bytes
 from factorpack.runtime.timing import ROUNDS, least_seconds
-from factorpack.source import import_model
 from factorpack.tune.models import default_device
 
 ORIGINAL, TWIN = "original", "original again"

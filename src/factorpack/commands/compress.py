@@ -19,6 +19,7 @@ from factorpack.commands.options import (
     Exclude,
     ImageSize,
     Json,
+    Key,
     LatentBits,
     Length,
     MaxBytes,
@@ -54,6 +55,7 @@ def compress(
     bits: Bits = None,
     recipe: RecipeName = None,
     exclude: Exclude = None,
+    key: Key = None,
     model: OptionalModel = None,
     calibration: Annotated[
         str | None,
@@ -123,6 +125,8 @@ def compress(
 
         factorpack compress model.pt -o small.safetensors --method rdoq --set qp=-20
 
+        factorpack compress last.ckpt -o small.safetensors --ratio 12 --key state_dict
+
         factorpack compress folder/ -o small.safetensors --method scalar --bits 4 --exclude 'lm_head.*'
 
         factorpack compress folder/ -o small-folder --ratio 8 --calibration sentences.txt
@@ -151,6 +155,7 @@ def compress(
         engine_of(engine, workers),
         stream,
         trellis,
+        key,
     )
     request.check_outputs(output)
     request.check()

@@ -22,10 +22,11 @@ from factorpack.format.overwrite import check_output
 from factorpack.hub.load import from_pretrained, tokenizer_of
 from factorpack.hub.resumed_folder import identify_run, resume_folder
 from factorpack.hub.texts import TEXTS_AT_ONCE, line_batches, token_batches
+from factorpack.model_reference import import_model
 from factorpack.packed import Packed
 from factorpack.per_tensor import parts_folder
 from factorpack.planning.families import AUTO, DEFAULT_METHOD, NONE, named_recipe, recipe_file
-from factorpack.source import import_model, open_source
+from factorpack.source import open_source
 from factorpack.tune.images import unlabelled_batches
 from factorpack.tune.models import default_device, load_weights
 
@@ -60,6 +61,8 @@ class CompressRequest:
     """Whether a folder's model is read block by block."""
     trellis: int | None = None
     """States of the trellis that a budget's codes may follow; None leaves it to the planner."""
+    key: str | None = None
+    """Which weights of a torch file that has several."""
 
     @property
     def data(self) -> Path | None:
@@ -138,7 +141,7 @@ class CompressRequest:
             return replace(self, recipe=None)
         # With calibration, what matters in this very model is measured: no family's habits are needed.
         wanted = self.recipe or (NONE if self.calibration is not None else AUTO)
-        found = named_recipe(wanted, open_source(self.source), DEFAULT_METHOD)
+        found = named_recipe(wanted, open_source(self.source, self.key), DEFAULT_METHOD)
         if found is not None and self.recipe is None and not quiet:
             print_line(f"recipe {found[0]}: {found[1].about} (--recipe none goes without)")
         return replace(self, recipe=None if found is None else found[0])
@@ -148,6 +151,7 @@ class CompressRequest:
         return plan(
             self.source,
             self.method.make(),
+            key=self.key,
             ratio=self.ratio,
             max_bytes=self.max_bytes,
             exclude=self.exclude,
@@ -175,6 +179,7 @@ class CompressRequest:
         return compress(
             source,
             self.method.make(),
+            key=None if isinstance(source, nn.Module) else self.key,
             ratio=self.ratio,
             max_bytes=self.max_bytes,
             max_loss=self.max_loss,
@@ -193,7 +198,7 @@ class CompressRequest:
         if self.model is None and self.calibration is None:
             return self.source, None
         if self.model is not None:
-            net = load_weights(import_model(self.model), self.source).to(default_device())
+            net = load_weights(import_model(self.model), self.source, self.key).to(default_device())
             if self.calibration is None or isinstance(self.calibration, Synthetic):
                 return net, self.calibration
             return net, unlabelled_batches(self.calibration, self.samples, self.image_size)

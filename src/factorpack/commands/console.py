@@ -44,6 +44,11 @@ def print_warning(message: Warning | str) -> None:
     error_console.print(f"warning: {printable(message)}")
 
 
+def print_note(message: str) -> None:
+    """A line on how a file was read: beside the results, so that `--json` prints one object."""
+    error_console.print(printable(message))
+
+
 def _message(error: Exception) -> str:
     """An error from a process that reads images brings a traceback, whose last line says what is wrong."""
     text = str(error)

@@ -12,14 +12,14 @@ from torch import nn
 from factorpack.calibration.model_folder import open_folder
 from factorpack.commands.console import print_json, print_line
 from factorpack.commands.image_data import ImageData, accuracy_text
-from factorpack.commands.options import BatchSize, ImageSize, Json, OptionalData, OptionalModel, Workers
+from factorpack.commands.options import BatchSize, ImageSize, Json, Key, OptionalData, OptionalModel, Workers
 from factorpack.errors import PlanError
 from factorpack.format.container import is_packed
 from factorpack.hub.load import from_pretrained, tokenizer_of
 from factorpack.hub.texts import perplexity, windows
+from factorpack.model_reference import import_model
 from factorpack.packed import load
 from factorpack.runtime.apply import MODES, LayerReport, Mode
-from factorpack.source import import_model
 from factorpack.tune.accuracy import evaluate as measure
 from factorpack.tune.models import default_device, load_weights
 
@@ -33,6 +33,7 @@ def evaluate(
     ],
     model: OptionalModel = None,
     data: OptionalData = None,
+    key: Key = None,
     text: Annotated[
         Path | None,
         typer.Option("--perplexity", help="Or, for a language model's folder: a text file to predict."),
@@ -62,15 +63,17 @@ def evaluate(
         _evaluate_text(file, text, length, mode, as_json)
     elif text is None and model is not None and data is not None:
         images = ImageData(data, batch_size, image_size, workers)
-        _evaluate_images(file, model, images, mode, as_json)
+        _evaluate_images(file, model, images, mode, key, as_json)
     else:
         raise PlanError("give --model and --data for images, or --perplexity for a language model's folder")
 
 
-def _evaluate_images(file: Path, model: str, images: ImageData, mode: str, as_json: bool) -> None:
+def _evaluate_images(
+    file: Path, model: str, images: ImageData, mode: str, key: str | None, as_json: bool
+) -> None:
     net = import_model(model).to(default_device())
     batches = images.validation()
-    layers = _load_weights(file, net, mode, batches)
+    layers = _load_weights(file, net, mode, batches, key)
     found = measure(net, batches, progress=not as_json)
     if as_json:
         modes = {layer.name: layer.mode for layer in layers}
@@ -81,14 +84,16 @@ def _evaluate_images(file: Path, model: str, images: ImageData, mode: str, as_js
     print_line(f"{file}: {accuracy_text(found)}, {found.samples_per_s:.0f} images/s")
 
 
-def _load_weights(file: Path, net: nn.Module, mode: str, batches: Any) -> tuple[LayerReport, ...]:
+def _load_weights(
+    file: Path, net: nn.Module, mode: str, batches: Any, key: str | None
+) -> tuple[LayerReport, ...]:
     """Puts a file's weights into the model; how each layer of a packed file runs."""
     if is_packed(file):
         example = next(iter(batches)) if mode == "auto" else None
         return load(file).apply(net, cast(Mode, mode), example).layers
     if mode != "dense":
         raise PlanError(f"mode {mode!r} is for packed files, and {file} is none: 'dense' runs it")
-    load_weights(net, file)
+    load_weights(net, file, key)
     return ()
 
 

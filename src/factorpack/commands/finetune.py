@@ -22,10 +22,10 @@ from factorpack.format.container import check_target, is_packed
 from factorpack.format.locks import locked
 from factorpack.format.overwrite import check_output
 from factorpack.methods.settings import build_settings
+from factorpack.model_reference import import_model
 from factorpack.packed import Packed, load, save
 from factorpack.planning.families import DEFAULT_METHOD
 from factorpack.planning.recipe import Recipe, read_recipe
-from factorpack.source import import_model
 from factorpack.tune.accuracy import Accuracy
 from factorpack.tune.accuracy import evaluate as measure
 from factorpack.tune.best import Tuned

@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
-MODEL_HELP = "What makes the model: module:callable, for example torchvision.models:resnet18."
+MODEL_HELP = (
+    "What makes the model: module:callable, as package.nets:build, or timm:NAME or torchvision:NAME where these "
+    "packages are installed."
+)
 DATA_HELP = "A folder with one folder per class, or with train/ and val/ in it."
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -19,7 +22,16 @@ Source = Annotated[
     Path,
     typer.Argument(
         metavar="SRC",
-        help="A checkpoint: .safetensors, .pt/.pth/.bin, a Hugging Face folder or its index.",
+        help="A checkpoint: .safetensors, a torch file (.pt, .pth, .bin, .ckpt, .pth.tar), .npz, .gguf, a Hugging "
+        "Face folder or its index.",
+        show_default=False,
+    ),
+]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        help="In a torch file with several sets of weights, the name of the one to use, for example state_dict. "
+        "Default: an average over training (EMA) if there is one, else the usual name.",
         show_default=False,
     ),
 ]

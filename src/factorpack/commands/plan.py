@@ -15,6 +15,7 @@ from factorpack.commands.options import (
     Bits,
     Exclude,
     Json,
+    Key,
     LatentBits,
     Length,
     MaxBytes,
@@ -44,6 +45,7 @@ def plan(
     bits: Bits = None,
     recipe: RecipeName = None,
     exclude: Exclude = None,
+    key: Key = None,
     stream: Stream = False,
     samples: Samples = 256,
     length: Length = 128,
@@ -79,6 +81,7 @@ def plan(
         samples=samples,
         length=length,
         stream=stream,
+        key=key,
     )
     request.check(planned_only=True)
     found = request.with_recipe(quiet=as_json).preview()

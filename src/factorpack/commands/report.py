@@ -13,12 +13,13 @@ from factorpack.commands.options import Json, PackedFile
 from factorpack.comparison.saved import read_comparison
 from factorpack.errors import PlanError
 from factorpack.format.overwrite import check_output
+from factorpack.model_reference import import_model
 from factorpack.packed import load
 from factorpack.printable import printable
 from factorpack.report.facts import ComparisonFacts, PointFacts, gather
 from factorpack.report.html import write_page
 from factorpack.report.text import human_bytes
-from factorpack.source import Checkpoint, import_model
+from factorpack.source import Checkpoint
 
 
 def report(

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from factorpack.commands.console import console, print_json, print_line
-from factorpack.commands.options import DecodedBytes, Json, PackedFile
+from factorpack.commands.options import DecodedBytes, Json, Key, PackedFile
 from factorpack.errors import FormatError, PlanError
 from factorpack.packed import load
 from factorpack.report.differences import TensorCheck
@@ -26,6 +26,7 @@ def verify(
     against: Annotated[
         Path | None, typer.Option(help="The checkpoint it was made from: report the error of each tensor.")
     ] = None,
+    key: Key = None,
     sha256: Annotated[
         str | None, typer.Option(metavar="HEX", help="The SHA-256 that the whole file must have.")
     ] = None,
@@ -43,7 +44,7 @@ def verify(
         factorpack verify resnet18.packed.safetensors --against resnet18.safetensors
     """
     found = check_sha256(file, sha256) if sha256 is not None or as_json else ""
-    checks = list(verify_packed(load(file, max_bytes), against))
+    checks = list(verify_packed(load(file, max_bytes), against, key=key))
     problems = [check for check in checks if check.problem]
     if as_json:
         rows = [{key: getattr(check, key) for key in REPORTED} for check in checks]

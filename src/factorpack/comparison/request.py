@@ -21,8 +21,9 @@ from factorpack.engine import Engine, Task, run_tasks
 from factorpack.errors import PlanError
 from factorpack.format.locks import locked
 from factorpack.format.overwrite import check_output
+from factorpack.model_reference import import_model
 from factorpack.per_tensor import BASE_BYTES
-from factorpack.source import import_model, open_source
+from factorpack.source import open_source
 from factorpack.tune.accuracy import evaluate
 from factorpack.tune.images import ImageFolder, image_folder, loader, unlabelled_batches
 from factorpack.tune.models import default_device, load_weights

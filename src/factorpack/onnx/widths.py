@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,12 @@ _ROW_BITS = 32
 """A row's index, when rows are stored in order of width."""
 _NODE_BITS = 8 * 400
 """The nodes that put a group of rows, or the separate codes, in place."""
-MAX_CODES = 1 << 24
+MAX_DISTANCE = 1 << 24
 """FP32 represents integers exactly only up to here, and distances pass through it."""
+MAX_CODES = (1 << 31) - 1
+"""Positions are added up as 32-bit integers."""
+_AT_ONCE = 1 << 22
+"""Codes whose widths are in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,22 +37,43 @@ def split(codes: Tensor) -> Split | None:
     >>> {width: rows.tolist() for width, rows in found.rows.items()}, len(found.wide)
     ({2: [1], 10: [0]}, 2)
     """
-    if codes.numel() >= MAX_CODES:
+    if codes.numel() > MAX_CODES:
         return None
     height, length = codes.shape
-    widths = code_widths(codes)
-    most = int(widths.max())
-    places = torch.arange(height, device=codes.device)[:, None] * (most + 1) + widths
-    counts = torch.bincount(places.flatten(), minlength=height * (most + 1)).reshape(height, most + 1)
+    parts = codes.split(max(1, _AT_ONCE // max(length, 1)))
+    most = int(code_widths(torch.stack(codes.aminmax())).max())
+    counts = torch.cat([_count_widths(part, most) for part in parts])  # (height, most + 1)
     wider = length - counts.cumsum(1)  # codes of a row that need more than w bits, by w
     bits = torch.arange(most + 1, device=codes.device) * length + wider * _WIDE_BITS
     least, chosen = bits[:, 1:].min(1)
     chosen = chosen + 1
     rows = {int(width): (chosen == width).nonzero().flatten() for width in chosen.unique()}
     taken = int(least.sum()) + (len(rows) > 1) * height * _ROW_BITS + len(rows) * _NODE_BITS
-    wide = (widths > chosen[:, None]).flatten().nonzero().flatten()
-    taken += 3 * _NODE_BITS if len(wide) else 0
-    return Split(rows, wide) if taken < most * codes.numel() else None
+    has_wide = bool((wider.gather(1, chosen[:, None]) > 0).any())
+    taken += 3 * _NODE_BITS if has_wide else 0
+    if taken >= most * codes.numel():
+        return None
+    return Split(rows, _wide_positions(parts, chosen) if has_wide else codes.new_zeros(0, dtype=torch.int64))
+
+
+def _count_widths(codes: Tensor, most: int) -> Tensor:
+    """How many codes of each row need 0 to `most` bits."""
+    places = torch.arange(len(codes), device=codes.device)[:, None] * (most + 1) + code_widths(codes)
+    counts = torch.bincount(places.flatten(), minlength=len(codes) * (most + 1))
+    return counts.reshape(len(codes), most + 1)
+
+
+def _wide_positions(parts: Sequence[Tensor], chosen: Tensor) -> Tensor:
+    """Flat positions of codes wider than their row, and a few more where these would lie too far apart."""
+    found, start, row = [], 0, 0
+    for part in parts:
+        wide = code_widths(part) > chosen[row : row + len(part), None]
+        found.append(wide.flatten().nonzero().flatten() + start)
+        start, row = start + part.numel(), row + len(part)
+    if start > MAX_DISTANCE:
+        found.append(torch.arange(0, start, MAX_DISTANCE // 2, device=chosen.device))
+    places: Tensor = torch.cat(found).unique()
+    return places
 
 
 def code_widths(codes: Tensor) -> Tensor:

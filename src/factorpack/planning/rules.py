@@ -18,10 +18,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from factorpack.checkpoints.entry import Entry
+from factorpack.checkpoints.weight_names import natural_key
 from factorpack.errors import PlanError
 from factorpack.methods import Keep, Method, Scalar
 from factorpack.record import Encoded, dtype_name
-from factorpack.source import HEADS, Entry, Source, natural_key
+from factorpack.source import HEADS, Source
 from factorpack.weight import Weight
 
 CLASSIFIER = Scalar(bits=4)

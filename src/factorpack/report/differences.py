@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -36,10 +37,13 @@ class TensorCheck:
 
 
 def verify(
-    packed: Packed, against: Checkpoint | None = None, *, histograms: bool = False
+    packed: Packed, against: Checkpoint | None = None, *, key: str | None = None, histograms: bool = False
 ) -> Iterator[TensorCheck]:
-    """Decodes every tensor, and compares it with the original checkpoint's where there is one."""
-    source = open_source(against) if against is not None else None
+    """Decodes every tensor, and compares it with the original checkpoint's where there is one.
+
+    `key` names the weights in a torch file that has several.
+    """
+    source = _open_original(packed, against, key) if against is not None else None
     originals = _names(source) if source is not None else {}
     for name in (*packed, *packed.aliases):
         encoded = packed[name]
@@ -52,6 +56,16 @@ def verify(
             yield _compare(name, weight, source.entries[originals[name]].load(), encoded, histograms)
     for name in sorted(set(originals) - {*packed, *packed.aliases}):
         yield TensorCheck(name, 0.0, 0.0, "not in the packed file")
+
+
+def _open_original(packed: Packed, against: Checkpoint, key: str | None) -> Source:
+    """A checkpoint under the names that the packed file has, where wrappers have added to either."""
+    source = open_source(against, key)
+    return (
+        source.fitted({*packed, *packed.aliases}, str(against)).say()
+        if isinstance(against, str | Path)
+        else source
+    )
 
 
 def _names(source: Source) -> dict[str, str]:

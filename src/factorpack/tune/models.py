@@ -13,10 +13,11 @@ from factorpack.packed import load
 from factorpack.source import open_source
 
 
-def load_weights(model: nn.Module, file: Path) -> nn.Module:
+def load_weights(model: nn.Module, file: Path, key: str | None = None) -> nn.Module:
+    """Puts a file's weights into a model; `key` names those of a torch file that has several."""
     if is_packed(file):
         return load(file).load_into(model)
-    opened = open_source(file)
+    opened = open_source(file, key).fitted(model.state_dict(), file.name).say()
     state = {name: entry.load() for name, entry in opened.entries.items()}
     state |= {alias: state[target] for alias, target in opened.aliases.items()}
     try:
