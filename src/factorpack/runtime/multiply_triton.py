@@ -263,19 +263,24 @@ def multiply_rows(
         num_stages=launch.stages,
     )
     if not is_single:
-        _sum_splits[triton.cdiv(rows, SUMMED), batch](
-            sums,
-            scale,
-            out,
-            rows,
-            splits,
-            scale_stride,
-            SCALED=scale is not None,
-            SUMMED=SUMMED,
-            MOST=triton.next_power_of_2(splits),
-            num_warps=4,
-        )
+        sum_splits(sums, scale, out, batch, rows, splits)
     return out
+
+
+def sum_splits(sums: Tensor, scale: Tensor | None, out: Tensor, batch: int, rows: int, splits: int) -> None:
+    """Adds up (splits, batch, rows), and applies one scale or one per row."""
+    _sum_splits[triton.cdiv(rows, SUMMED), batch](
+        sums,
+        scale,
+        out,
+        rows,
+        splits,
+        0 if scale is None or len(scale) == 1 else 1,
+        SCALED=scale is not None,
+        SUMMED=SUMMED,
+        MOST=triton.next_power_of_2(splits),
+        num_warps=4,
+    )
 
 
 def chosen(bits: int, batch: int, codes: int) -> Launch:

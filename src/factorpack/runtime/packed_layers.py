@@ -28,6 +28,10 @@ class PackedLayer(nn.Module):
 class PackedLinear(PackedLayer, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         packed = self.packed
+        if on_gpu(input) and input.numel() == self.in_features and packed.scaled_lanes:
+            outputs = packed.multiplied(input.to(compute_dtype(input)))
+            outputs = outputs.view(*input.shape[:-1], self.out_features)
+            return outputs if self.bias is None else outputs + self.bias.to(outputs.dtype)
         if not on_gpu(input) or "codes" not in packed.in_rows:
             return super().forward(input)
         return self.multiplied(input.to(compute_dtype(input)), "codes", packed.part("scale").view(-1))

@@ -1,0 +1,166 @@
+"""Lanes back to codes or weights: the reference in plain torch, the operator, and the choice of what computes it."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import torch
+from torch import Tensor
+
+from factorpack.runtime.lane_models import PAIR_BITS, STATE_BITS, WORD_BITS, escape
+from factorpack.quantize.uniform import from_codes
+from factorpack.runtime.lanes import GROUP, SHORT_TAIL, TAIL_AT, LaneLayout
+from factorpack.runtime.multiply import has_triton, on_gpu, warn_once
+
+
+class _Reader:
+    """All lanes, (segments, columns): where each takes its next word from."""
+
+    def __init__(self, packed: Tensor, layout: LaneLayout) -> None:
+        shape = (layout.segments, layout.lanes)
+        self.words = packed[: layout.headers_at].view(torch.int16)
+        count = layout.segments * layout.lanes
+        sections = packed[layout.headers_at : layout.groups_at]
+        headers = sections[: 4 * count].view(torch.int32).long().view(shape)
+        groups = packed[layout.groups_at :][: 12 * layout.segments * layout.groups].view(torch.int32).long()
+        self.state = headers & ((1 << STATE_BITS + WORD_BITS) - 1)
+        tails = headers >> TAIL_AT & SHORT_TAIL
+        if layout.has_long_tails:
+            tails = tails | sections[4 * count : 5 * count].long().view(shape) << 4
+        lane = torch.arange(layout.lanes, device=packed.device)
+        group, within = lane // GROUP, lane % GROUP
+        first, levels, _ = groups.view(layout.segments, layout.groups, 3)[:, group].unbind(2)
+        self.stride = (layout.lanes - GROUP * group).clamp(max=GROUP)
+        before = tails.cumsum(1) - tails
+        self.tail = first + levels * self.stride + before - before[:, group * GROUP]
+        self.start = first + within
+        self.levels = levels
+        self.taken = torch.zeros_like(levels)
+
+    def take(self, rows: int, wanted: Tensor) -> Tensor:
+        """The next word of lanes of the first segments; those that do not want it keep it."""
+        taken, levels = self.taken[:rows], self.levels[:rows]
+        inside = self.start[:rows] + taken * self.stride
+        place = torch.where(taken < levels, inside, self.tail[:rows] + taken - levels)
+        taken += wanted
+        return self.words[place].long()
+
+
+def decode_reference(packed: Tensor, layout: LaneLayout, dtype: torch.dtype) -> Tensor:
+    """The inverse of `pack_lanes`, in plain torch: (count,)."""
+    table = packed[layout.table_at :][: 4 * layout.models << layout.table_bits].view(torch.int32).long()
+    bits, raw, rows = layout.table_bits, layout.raw_bits, layout.rows
+    mask, reader = (1 << bits) - 1, _Reader(packed, layout)
+    codes = torch.empty(rows, layout.columns, dtype=dtype, device=packed.device)
+    model = packed.new_zeros(rows, 1, dtype=torch.int64)
+    if layout.models > 1:
+        classes = packed[layout.classes_at :].long()
+        model = classes[:rows, None] + classes[rows : rows + layout.columns]
+    for step in range(min(layout.segment, rows)):
+        own = codes[step :: layout.segment]
+        state = reader.state[: len(own)]
+        low = state & ((1 << raw) - 1)
+        entry = table[(model[step :: layout.segment] << bits) + (state >> raw & mask)]
+        state.copy_(((entry & mask) + 1) * (state >> raw + bits) + (entry >> bits & mask))
+        wanted = state < 1 << STATE_BITS
+        word = reader.take(len(own), wanted) & 0xFFFF
+        state.copy_(torch.where(wanted, state << WORD_BITS | word, state))
+        symbol = entry >> 2 * bits
+        number = symbol << raw | low
+        if layout.has_escapes:
+            escaped = symbol == escape(bits)
+            number = torch.where(escaped, reader.take(len(own), escaped), number)
+        own.copy_(_unpaired(number, symbol != escape(bits)) if layout.is_pair else number)
+    return codes.view(-1)[: layout.count]
+
+
+def _unpaired(number: Tensor, is_symbol: Tensor) -> Tensor:
+    """Pairs, in a symbol or in the word after an escape, as codes: (..., n) -> (..., 2n)."""
+    width = torch.where(is_symbol, PAIR_BITS, 8)
+    half = 1 << width - 1
+    second = (number & 2 * half - 1 ^ half) - half
+    return torch.stack([number >> width, second], -1).flatten(-2)
+
+
+def decode(
+    packed: Tensor,
+    layout: LaneLayout,
+    scale: Tensor | None,
+    scaled: str,
+    dtype: torch.dtype,
+    decoded: torch.dtype,
+) -> Tensor:
+    """Codes, or their products with the scale, as (rows, columns) without padding: (count,).
+
+    `scaled` is "" for codes, "one" for one scale, "row" or "column" for one per row or column. Products are
+    rounded to `decoded` and then converted to `dtype`, as where the weight is dense.
+    """
+    if torch.compiler.is_compiling():
+        numbers = [int(each) for each in astuple(layout)]
+        found: Tensor = decode_lanes(packed, numbers, scale, scaled, dtype, decoded)
+        return found
+    return _fastest(packed, layout, scale, scaled, dtype, decoded)
+
+
+@torch.library.custom_op("factorpack::decode_lanes", mutates_args=())
+def decode_lanes(
+    packed: Tensor,
+    layout: list[int],
+    scale: Tensor | None,
+    scaled: str,
+    dtype: torch.dtype,
+    decoded: torch.dtype,
+) -> Tensor:
+    """`decode` as one operator: calling it takes longer than a kernel, so only a compiler does."""
+    return _fastest(packed, LaneLayout(*layout), scale, scaled, dtype, decoded)
+
+
+@decode_lanes.register_fake
+def _(
+    packed: Tensor,
+    layout: list[int],
+    scale: Tensor | None,  # noqa: ARG001
+    scaled: str,  # noqa: ARG001
+    dtype: torch.dtype,
+    decoded: torch.dtype,  # noqa: ARG001
+) -> Tensor:
+    return packed.new_empty(layout[0], dtype=dtype)
+
+
+def _fastest(
+    packed: Tensor,
+    layout: LaneLayout,
+    scale: Tensor | None,
+    scaled: str,
+    dtype: torch.dtype,
+    decoded: torch.dtype,
+) -> Tensor:
+    if on_gpu(packed) and has_triton():
+        from factorpack.runtime import lane_triton  # only where there is a GPU
+
+        out = torch.empty(layout.count, dtype=dtype, device=packed.device)
+        with torch.cuda.device_of(packed):  # triton launches on the current device
+            lane_triton.decode_lanes(packed, layout, scale, scaled, out, decoded)
+        return out
+    if scale is None:
+        return decode_reference(packed, layout, dtype)
+    codes = decode_reference(packed, layout, torch.int16).view(-1, layout.columns)
+    by_row = scale.view(-1, 1) if scaled == "row" else scale.view(1, -1)
+    return from_codes(codes, by_row).to(decoded).to(dtype).view(-1)
+
+
+def uses_lanes(like: Tensor) -> bool:
+    """Whether codes beside this tensor are held in lanes; where a GPU cannot decode them, one line says so."""
+    if not on_gpu(like):
+        return False
+    if not has_triton():
+        warn_once("packed codes are held at fixed width, not entropy-coded: that needs triton")
+        return False
+    major, minor = torch.cuda.get_device_capability(like.device)
+    if torch.version.cuda is not None and major < 8:
+        warn_once(
+            "packed codes are held at fixed width, not entropy-coded: "
+            f"that needs a GPU of compute capability 8.0, this one has {major}.{minor}"
+        )
+        return False
+    return True
