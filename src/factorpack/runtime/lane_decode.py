@@ -149,6 +149,36 @@ def _fastest(
     return from_codes(codes, by_row).to(decoded).to(dtype).view(-1)
 
 
+def multiply(inputs: Tensor, packed: Tensor, layout: LaneLayout, scale: Tensor) -> Tensor:
+    """A vector times the matrix, then times one scale or one per column: (rows,) -> (columns,)."""
+    if torch.compiler.is_compiling():
+        numbers = [int(each) for each in astuple(layout)]
+        found: Tensor = multiply_lanes(inputs, packed, numbers, scale)
+        return found
+    return _product(inputs, packed, layout, scale)
+
+
+@torch.library.custom_op("factorpack::multiply_lanes", mutates_args=())
+def multiply_lanes(inputs: Tensor, packed: Tensor, layout: list[int], scale: Tensor) -> Tensor:
+    """`multiply` as one operator."""
+    return _product(inputs, packed, LaneLayout(*layout), scale)
+
+
+@multiply_lanes.register_fake
+def _(inputs: Tensor, packed: Tensor, layout: list[int], scale: Tensor) -> Tensor:  # noqa: ARG001
+    return inputs.new_empty(layout[1])
+
+
+def _product(inputs: Tensor, packed: Tensor, layout: LaneLayout, scale: Tensor) -> Tensor:
+    if on_gpu(packed) and has_triton():
+        from factorpack.runtime import lane_triton  # only where there is a GPU
+
+        with torch.cuda.device_of(packed):
+            return lane_triton.multiply_lanes(inputs.contiguous(), packed, layout, scale)
+    codes = decode_reference(packed, layout, torch.int16).view(-1, layout.columns)
+    return (inputs.float() @ codes.float() * scale.float()).to(inputs.dtype)
+
+
 def uses_lanes(like: Tensor) -> bool:
     """Whether codes beside this tensor are held in lanes; where a GPU cannot decode them, one line says so."""
     if not on_gpu(like):

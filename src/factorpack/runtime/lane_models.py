@@ -27,8 +27,10 @@ PAIR_BITS = 16 - PAIR_TABLE_BITS
 """Bits of each code of a symbol that is a pair."""
 _SAMPLE = 1 << 20
 """Entries from which models are chosen."""
-_ESCAPE_SHARE = 0.1
+ESCAPE_SHARE = 0.1
 """A symbol that would have fewer slots than this is cheaper as an escape."""
+LIMIT = 1 << 11
+"""Codes beyond it are escapes."""
 
 Codes = NDArray[np.integer]
 Classes = NDArray[np.uint8]
@@ -92,8 +94,8 @@ def fit_models(codes: Codes) -> tuple[Models, float]:
         for table_bits, raw_bits in product(TABLE_BITS, RAW_BITS):
             if table_bits + raw_bits > STATE_BITS:
                 continue
-            merged = _merged(low, counts, raw_bits)[1]
-            message = scale * (_message_bits(merged, table_bits) + raw_bits * taken.size) / 8
+            message = _message_bits(*_merged(low, counts, raw_bits), table_bits)
+            message = scale * (message + raw_bits * taken.size) / 8
             total = message + (4 * len(counts) << table_bits) + side
             if best is None or total < best[0]:
                 best = total, table_bits, raw_bits, (rows, columns)
@@ -107,8 +109,7 @@ def fit_pairs(symbols: Codes) -> tuple[Models, float]:
     """One model for symbols that are pairs, and the bytes of the codes, estimated."""
     rows, columns = np.zeros(len(symbols), np.uint8), np.zeros(symbols.shape[1], np.uint8)
     low, counts = _counts(symbols, rows, columns)
-    escapes = int(counts[0, 0]) if low == escape(PAIR_TABLE_BITS) else 0
-    total = (_message_bits(counts, PAIR_TABLE_BITS) + WORD_BITS * escapes) / 8 + (4 << PAIR_TABLE_BITS)
+    total = _message_bits(low, counts, PAIR_TABLE_BITS) / 8 + (4 << PAIR_TABLE_BITS)
     return Models(PAIR_TABLE_BITS, 0, rows, columns, *_frequencies(low, counts, PAIR_TABLE_BITS)), total
 
 
@@ -141,11 +142,12 @@ def _classes(values: NDArray[np.float32], most: int) -> Classes:
 
 
 def _counts(codes: Codes, rows: Classes, columns: Classes) -> tuple[int, Counts]:
-    """The lowest code, and how often each model has each code: (models, codes from the lowest on)."""
-    low = int(codes.min())
-    size = int(codes.max()) - low + 1
-    models = int(rows.max()) + int(columns.max()) + 1
+    """The lowest code, and how often each model has each code from it on, and codes outside the limits."""
+    low, high = max(int(codes.min()), -LIMIT), min(int(codes.max()), LIMIT - 1)
+    size = high - low + 2
     number = codes.astype(np.int32) - low
+    number[(number < 0) | (number >= size - 1)] = size - 1
+    models = int(rows.max()) + int(columns.max()) + 1
     if models > 1:
         number += (rows[:, None].astype(np.int32) + columns) * np.int32(size)
     return low, np.bincount(number.ravel(), minlength=models * size).reshape(models, size)
@@ -155,39 +157,38 @@ def _merged(low: int, counts: Counts, raw_bits: int) -> tuple[int, Counts]:
     """Counts of codes without their lowest bits."""
     first = low >> raw_bits
     before = low - (first << raw_bits)
-    after = -(before + counts.shape[1]) % (1 << raw_bits)
-    padded = np.pad(counts, ((0, 0), (before, after)))
-    return first, padded.reshape(len(counts), -1, 1 << raw_bits).sum(2)
+    after = -(before + counts.shape[1] - 1) % (1 << raw_bits)
+    padded = np.pad(counts[:, :-1], ((0, 0), (before, after)))
+    return first, np.append(padded.reshape(len(counts), -1, 1 << raw_bits).sum(2), counts[:, -1:], 1)
 
 
-def _kept(counts: Counts, table_bits: int) -> NDArray[np.bool_]:
-    """Symbols that are worth a slot; the others are escapes."""
-    total = counts.sum(1, keepdims=True)
-    return counts << table_bits > _ESCAPE_SHARE * total
+def _with_escapes(low: int, counts: Counts, table_bits: int) -> Counts:
+    """Counts of the symbols that are worth a slot, and of all the others as escapes."""
+    symbols = low + np.arange(counts.shape[1] - 1)
+    fits = (symbols > escape(table_bits)) & (symbols < -escape(table_bits))
+    kept = (counts[:, :-1] << table_bits > ESCAPE_SHARE * counts.sum(1, keepdims=True)) & fits
+    escapes = counts[:, -1:] + np.where(kept, 0, counts[:, :-1]).sum(1, keepdims=True)
+    return np.append(np.where(kept, counts[:, :-1], 0), escapes, 1)
 
 
-def _message_bits(counts: Counts, table_bits: int) -> float:
+def _message_bits(low: int, counts: Counts, table_bits: int) -> float:
     """Bits of the symbols, without raw bits, with frequencies that are nearly those of `_frequencies`."""
-    kept = _kept(counts, table_bits)
-    escapes = np.where(kept, 0, counts).sum(1, keepdims=True)
-    counts = np.concatenate([np.where(kept, counts, 0), escapes], 1)
-    total = np.maximum(counts.sum(1, keepdims=True), 1)
-    slots = np.where(counts > 0, np.maximum(counts / total * (1 << table_bits), 1), 0)
+    counts = _with_escapes(low, counts, table_bits)
     if int(np.count_nonzero(counts, 1).max()) > 1 << table_bits:
         return np.inf
+    total = np.maximum(counts.sum(1, keepdims=True), 1)
+    slots = np.where(counts > 0, np.maximum(counts / total * (1 << table_bits), 1), 0)
     share = slots / np.maximum(slots.sum(1, keepdims=True), 1)
-    return float(-(counts * np.log2(np.where(counts > 0, share, 1))).sum() + WORD_BITS * escapes.sum())
+    bits = -(counts * np.log2(np.where(counts > 0, share, 1))).sum()
+    return float(bits + WORD_BITS * counts[:, -1].sum())
 
 
 def _frequencies(low: int, counts: Counts, table_bits: int) -> tuple[int, Counts]:
     """The first symbol, and each model's frequencies with that of the escape: each row sums to 2^table_bits."""
-    fits = low + np.arange(counts.shape[1])
-    fits = (fits > escape(table_bits)) & (fits < -escape(table_bits))
-    kept = _kept(counts, table_bits) & fits
-    used = np.flatnonzero(kept.any(0))
+    counts = _with_escapes(low, counts, table_bits)
+    used = np.flatnonzero(counts[:, :-1].any(0))
     first, last = (int(used[0]), int(used[-1]) + 1) if used.size else (0, 1)
-    escapes = np.where(kept, 0, counts).sum(1, keepdims=True)
-    counts = np.concatenate([np.where(kept, counts, 0)[:, first:last], escapes], 1)
+    counts = np.append(counts[:, first:last], counts[:, -1:], 1)
     counts[counts.sum(1) == 0, 0] = 1  # a model without entries
     return low + first, np.stack([_normalized(each, 1 << table_bits) for each in counts])
 

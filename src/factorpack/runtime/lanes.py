@@ -41,7 +41,7 @@ LEAST_COLUMNS, LEAST_LANES = 64, 32
 """A narrower matrix, or a shorter one than a lane, is cut into other rows, of this many codes at least."""
 LANE_BYTES = 3.2
 """What a lane takes beyond its codes, about."""
-_PAIR_MARGIN = 1.01
+PAIR_MARGIN = 1.01
 """Pairs are decoded twice as fast, so they may take a little more."""
 SHORT_TAIL, LONGEST_TAIL = 15, 4095
 """Words of a tail that a header can count, and that it can with another byte."""
@@ -113,7 +113,7 @@ def pack_lanes(codes: Codes, columns: int, unit: int = 1, free: bool = True) -> 
     if columns % 2 == 0 and matrix.dtype.itemsize == 1:
         pairs = _pairs(matrix)
         paired, paired_size = fit_pairs(pairs[1])
-        if is_pair := paired_size <= _PAIR_MARGIN * size:
+        if is_pair := paired_size <= PAIR_MARGIN * size:
             (words, symbols), models = pairs, paired
     segment = -(-len(matrix) // max(1, round(len(matrix) * (1 + is_pair) / wanted)))
     return _joined(flat.size, columns, segment, is_pair, models, *_encode(symbols, words, models, segment))

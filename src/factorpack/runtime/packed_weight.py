@@ -20,7 +20,7 @@ from factorpack.quantize.uniform import code_dtype, from_codes
 from factorpack.record import Encoded
 from factorpack.runtime.bit_planes import pack_codes, unpack_at, unpack_codes, unpack_range, unpack_reference
 from factorpack.runtime.code_rows import find_row_codes, pack_rows, unpack_rows, unpack_rows_reference
-from factorpack.runtime.lane_decode import decode, uses_lanes
+from factorpack.runtime.lane_decode import decode, multiply, uses_lanes
 from factorpack.runtime.lanes import LaneLayout, pack_lanes
 
 FEWEST_IN_LANES = 4096
@@ -72,10 +72,11 @@ class PackedWeight(nn.Module):
             fixed, margin = pack_codes(codes, self.bits[name]), 1.0
         if not is_laned or part.numel() < FEWEST_IN_LANES:
             return fixed
-        rows = codes.T if self._is_by_input(name) else codes
+        by_input = self._is_by_input(name)
         outputs = self.layout.outputs if part.numel() % self.layout.outputs == 0 else 1
-        columns = outputs if self._is_by_input(name) else part.numel() // outputs
-        stored, layout = pack_lanes(rows.contiguous().cpu().numpy(), columns, width if is_transposed else 1)
+        columns = outputs if by_input else part.numel() // outputs
+        numbers = (codes.T if by_input else codes).contiguous().cpu().numpy()
+        stored, layout = pack_lanes(numbers, columns, width if is_transposed else 1, free=not by_input)
         if margin * stored.numel() >= fixed.numel():
             return fixed
         self.lanes[name] = layout
@@ -135,6 +136,15 @@ class PackedWeight(nn.Module):
         if self._is_by_input("codes"):
             return "column" if columns == scales else ""
         return "row" if columns * scales == math.prod(self.shape) else ""
+
+    @property
+    def has_product(self) -> bool:
+        """Whether a vector can be multiplied by lanes, without decoding the weight to memory."""
+        return self.scaled_lanes in ("one", "column") and self.lanes["codes"].columns == self.shape[0]
+
+    def multiplied(self, inputs: Tensor) -> Tensor:
+        """A vector of inputs times the weight, (K,) -> (N,), with scales applied to the sums."""
+        return multiply(inputs, self.codes, self.lanes["codes"], self.part("scale").view(-1))
 
     def _by_slices(self) -> Tensor:
         slices = KINDS[self.kind].cut(self.layout, self.part_shapes)
