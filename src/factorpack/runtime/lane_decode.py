@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
 
 import torch
 from torch import Tensor
 
-from factorpack.runtime.lane_models import PAIR_BITS, STATE_BITS, WORD_BITS, escape
 from factorpack.quantize.uniform import from_codes
+from factorpack.runtime.lane_models import PAIR_BITS, STATE_BITS, WORD_BITS
 from factorpack.runtime.lanes import GROUP, SHORT_TAIL, TAIL_AT, LaneLayout
 from factorpack.runtime.multiply import has_triton, on_gpu, warn_once
 
@@ -22,14 +23,14 @@ class _Reader:
         count = layout.segments * layout.lanes
         sections = packed[layout.headers_at : layout.groups_at]
         headers = sections[: 4 * count].view(torch.int32).long().view(shape)
-        groups = packed[layout.groups_at :][: 12 * layout.segments * layout.groups].view(torch.int32).long()
+        groups = _integers(packed, layout.groups_at, 4 * layout.segments * layout.groups)
         self.state = headers & ((1 << STATE_BITS + WORD_BITS) - 1)
         tails = headers >> TAIL_AT & SHORT_TAIL
         if layout.has_long_tails:
             tails = tails | sections[4 * count : 5 * count].long().view(shape) << 4
         lane = torch.arange(layout.lanes, device=packed.device)
         group, within = lane // GROUP, lane % GROUP
-        first, levels, _ = groups.view(layout.segments, layout.groups, 3)[:, group].unbind(2)
+        first, levels, _, _ = groups.view(layout.segments, layout.groups, 4)[:, group].unbind(2)
         self.stride = (layout.lanes - GROUP * group).clamp(max=GROUP)
         before = tails.cumsum(1) - tails
         self.tail = first + levels * self.stride + before - before[:, group * GROUP]
@@ -48,7 +49,7 @@ class _Reader:
 
 def decode_reference(packed: Tensor, layout: LaneLayout, dtype: torch.dtype) -> Tensor:
     """The inverse of `pack_lanes`, in plain torch: (count,)."""
-    table = packed[layout.table_at :][: 4 * layout.models << layout.table_bits].view(torch.int32).long()
+    table = _integers(packed, layout.table_at, layout.models << layout.table_bits)
     bits, raw, rows = layout.table_bits, layout.raw_bits, layout.rows
     mask, reader = (1 << bits) - 1, _Reader(packed, layout)
     codes = torch.empty(rows, layout.columns, dtype=dtype, device=packed.device)
@@ -66,20 +67,33 @@ def decode_reference(packed: Tensor, layout: LaneLayout, dtype: torch.dtype) -> 
         word = reader.take(len(own), wanted) & 0xFFFF
         state.copy_(torch.where(wanted, state << WORD_BITS | word, state))
         symbol = entry >> 2 * bits
-        number = symbol << raw | low
-        if layout.has_escapes:
-            escaped = symbol == escape(bits)
-            number = torch.where(escaped, reader.take(len(own), escaped), number)
-        own.copy_(_unpaired(number, symbol != escape(bits)) if layout.is_pair else number)
+        own.copy_(_unpaired(symbol) if layout.is_pair else symbol << raw | low)
+    if layout.has_patches:
+        _patch(codes, packed, layout)
     return codes.view(-1)[: layout.count]
 
 
-def _unpaired(number: Tensor, is_symbol: Tensor) -> Tensor:
-    """Pairs, in a symbol or in the word after an escape, as codes: (..., n) -> (..., 2n)."""
-    width = torch.where(is_symbol, PAIR_BITS, 8)
-    half = 1 << width - 1
-    second = (number & 2 * half - 1 ^ half) - half
-    return torch.stack([number >> width, second], -1).flatten(-2)
+def _unpaired(symbols: Tensor) -> Tensor:
+    """Pairs as codes: (..., n) -> (..., 2n)."""
+    half = 1 << PAIR_BITS - 1
+    second = (symbols & 2 * half - 1 ^ half) - half
+    return torch.stack([symbols >> PAIR_BITS, second], -1).flatten(-2)
+
+
+def _patch(codes: Tensor, packed: Tensor, layout: LaneLayout) -> None:
+    """Writes the codes that have no symbol of their own."""
+    groups = layout.segments * layout.groups
+    before = _integers(packed, layout.groups_at, 4 * groups + 4)[3::4]
+    patches = _integers(packed, layout.patches_at, int(before[-1]))
+    group = torch.repeat_interleave(torch.arange(groups, device=packed.device), before.diff())
+    width = GROUP * layout.columns // layout.lanes
+    row = group // layout.groups * layout.segment + (patches >> 20 & 0xFFF)
+    column = group % layout.groups * width + (patches >> 12 & 0xFF)
+    codes[row, column] = ((patches & 0xFFF ^ 0x800) - 0x800).to(codes.dtype)
+
+
+def _integers(packed: Tensor, start: int, count: int) -> Tensor:
+    return packed[start : start + 4 * count].view(torch.int32).long()
 
 
 def decode(
@@ -112,7 +126,7 @@ def decode_lanes(
     decoded: torch.dtype,
 ) -> Tensor:
     """`decode` as one operator: calling it takes longer than a kernel, so only a compiler does."""
-    return _fastest(packed, LaneLayout(*layout), scale, scaled, dtype, decoded)
+    return _fastest(packed, _layout(layout), scale, scaled, dtype, decoded)
 
 
 @decode_lanes.register_fake
@@ -127,6 +141,10 @@ def _(
     return packed.new_empty(layout[0], dtype=dtype)
 
 
+def _layout(numbers: list[int]) -> LaneLayout:
+    return LaneLayout(*numbers)  # type: ignore[arg-type]  # flags are 0 and 1 here
+
+
 def _fastest(
     packed: Tensor,
     layout: LaneLayout,
@@ -139,7 +157,7 @@ def _fastest(
         from factorpack.runtime import lane_triton  # only where there is a GPU
 
         out = torch.empty(layout.count, dtype=dtype, device=packed.device)
-        with torch.cuda.device_of(packed):  # triton launches on the current device
+        with _on_device(packed):
             lane_triton.decode_lanes(packed, layout, scale, scaled, out, decoded)
         return out
     if scale is None:
@@ -161,7 +179,7 @@ def multiply(inputs: Tensor, packed: Tensor, layout: LaneLayout, scale: Tensor) 
 @torch.library.custom_op("factorpack::multiply_lanes", mutates_args=())
 def multiply_lanes(inputs: Tensor, packed: Tensor, layout: list[int], scale: Tensor) -> Tensor:
     """`multiply` as one operator."""
-    return _product(inputs, packed, LaneLayout(*layout), scale)
+    return _product(inputs, packed, _layout(layout), scale)
 
 
 @multiply_lanes.register_fake
@@ -173,10 +191,17 @@ def _product(inputs: Tensor, packed: Tensor, layout: LaneLayout, scale: Tensor) 
     if on_gpu(packed) and has_triton():
         from factorpack.runtime import lane_triton  # only where there is a GPU
 
-        with torch.cuda.device_of(packed):
+        with _on_device(packed):
             return lane_triton.multiply_lanes(inputs.contiguous(), packed, layout, scale)
     codes = decode_reference(packed, layout, torch.int16).view(-1, layout.columns)
     return (inputs.float() @ codes.float() * scale.float()).to(inputs.dtype)
+
+
+def _on_device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device; to change that takes longer than to look."""
+    if torch.cuda.current_device() == tensor.device.index:
+        return nullcontext()
+    return torch.cuda.device_of(tensor)
 
 
 def uses_lanes(like: Tensor) -> bool:

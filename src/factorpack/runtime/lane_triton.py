@@ -15,7 +15,7 @@ from torch import Tensor
 
 from factorpack.record import dtype_name
 from factorpack.runtime.lanes import GROUP, LaneLayout
-from factorpack.runtime.multiply_triton import sum_splits
+from factorpack.runtime.multiply_triton import SUMMED, add_splits
 
 STEPS, UNROLL = 32, 4
 """Steps between touches, and steps of which the code is repeated."""
@@ -46,13 +46,12 @@ def _next_codes(  # type: ignore[no-untyped-def]
     tail,
     N: tl.constexpr,
     RAW: tl.constexpr,
-    ESCAPES: tl.constexpr,
     PAIR: tl.constexpr,
     TAILS: tl.constexpr,
 ):
     """The next code of every lane, or the next two, and how it goes on."""
     MASK: tl.constexpr = (1 << N) - 1
-    WIDTH: tl.constexpr = 16 - N
+    WIDTH: tl.constexpr = 5
     entry = tl.load(table + ((state >> RAW) & MASK))
     low = state & ((1 << RAW) - 1)
     state = ((entry & MASK) + 1) * (state >> (RAW + N)) + ((entry >> N) & MASK)
@@ -66,14 +65,6 @@ def _next_codes(  # type: ignore[no-untyped-def]
     else:
         first = (symbol << RAW) | low
         second = first
-    if ESCAPES:
-        escaped = symbol == -(1 << (31 - 2 * N))
-        if PAIR:
-            second = tl.where(escaped, (word << 24) >> 24, second)
-            first = tl.where(escaped, (word << 16) >> 24, first)
-        else:
-            first = tl.where(escaped, (word << 16) >> 16, first)
-        word, place, left = _next_word(escaped, word, place, left, words, stride, tail, TAILS)
     return first, second, state, word, place, left
 
 
@@ -104,7 +95,6 @@ def _rows(  # type: ignore[no-untyped-def]
     N: tl.constexpr,
     RAW: tl.constexpr,
     CLASSED: tl.constexpr,
-    ESCAPES: tl.constexpr,
     PAIR: tl.constexpr,
     SCALED: tl.constexpr,
     EVEN: tl.constexpr,
@@ -121,7 +111,7 @@ def _rows(  # type: ignore[no-untyped-def]
         if CLASSED:
             own = table + (of_lane + (tl.load(classes + at).to(tl.int32) << N))
         first, second, state, word, place, left = _next_codes(
-            state, word, place, left, words, own, stride, tail, N, RAW, ESCAPES, PAIR, TAILS
+            state, word, place, left, words, own, stride, tail, N, RAW, PAIR, TAILS
         )
         if MULTIPLIED:
             value = tl.load(inputs + at).to(tl.float32)
@@ -154,13 +144,14 @@ def _decode(  # type: ignore[no-untyped-def]
     headers_at,
     groups_at,
     table_at,
+    patches_at,
     classes_at,
     rows,
     longer_at,
     N: tl.constexpr,
     RAW: tl.constexpr,
     CLASSED: tl.constexpr,
-    ESCAPES: tl.constexpr,
+    PATCHED: tl.constexpr,
     LONG: tl.constexpr,
     PAIR: tl.constexpr,
     SCALED: tl.constexpr,
@@ -180,7 +171,7 @@ def _decode(  # type: ignore[no-untyped-def]
     words = packed.to(tl.pointer_type(tl.uint16), bitcast=True)
     headers = (packed + headers_at).to(tl.pointer_type(tl.uint32), bitcast=True)
     header = tl.load(headers + part * lanes + lane, inside, 0)
-    about = (packed + groups_at).to(tl.pointer_type(tl.int32), bitcast=True) + tl.program_id(0) * 3
+    about = (packed + groups_at).to(tl.pointer_type(tl.int32), bitcast=True) + tl.program_id(0) * 4
     begin, levels, safe = tl.load(about), tl.load(about + 1), tl.load(about + 2)
     state = (header & 0xFFFFFFF).to(tl.int32)
     tails = (header >> 28).to(tl.int32)
@@ -247,7 +238,6 @@ def _decode(  # type: ignore[no-untyped-def]
             N,
             RAW,
             CLASSED,
-            ESCAPES,
             PAIR,
             SCALED,
             EVEN,
@@ -283,7 +273,6 @@ def _decode(  # type: ignore[no-untyped-def]
         N,
         RAW,
         CLASSED,
-        ESCAPES,
         PAIR,
         SCALED,
         EVEN,
@@ -295,12 +284,34 @@ def _decode(  # type: ignore[no-untyped-def]
     if MULTIPLIED:
         sums = tl.join(even, odd) if PAIR else even
         tl.store(out + part * columns + column, sums, kept)
+    if PATCHED:
+        tl.debug_barrier()  # the codes that are patched have been written by other threads
+        patches = (packed + patches_at).to(tl.pointer_type(tl.int32), bitcast=True)
+        last = tl.load(about + 7)
+        for start in range(tl.load(about + 3), last, LANES):
+            real = start + within < last
+            patch = tl.load(patches + start + within, real, 0)
+            at = row + ((patch >> 20) & 0xFFF)
+            place = group * LANES * (2 if PAIR else 1) + ((patch >> 12) & 0xFF)
+            code = ((patch << 20) >> 20).to(tl.float32)
+            if MULTIPLIED:
+                value = code * tl.load(inputs + at, real, 0.0).to(tl.float32)
+                tl.atomic_add(out + part * columns + place, value, real)
+            else:
+                weight = code
+                if SCALED == "one":
+                    weight = (code * factor).to(DECODED)
+                if SCALED == "row":
+                    weight = (code * tl.load(scale + at, real, 0.0).to(tl.float32)).to(DECODED)
+                if SCALED == "column":
+                    weight = (code * tl.load(scale + place, real, 0.0).to(tl.float32)).to(DECODED)
+                tl.store(out + at.to(tl.int64) * columns + place, weight.to(out.dtype.element_ty), real)
     # No table has so many rows: what is touched must be used, or it would not be loaded.
-    tl.store(out + lane, total.to(out.dtype.element_ty), inside & (rows < 0))
+    tl.store(out + lane, (total & 1).to(out.dtype.element_ty), inside & (rows < 0))
 
 
 _COMPILED: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
-"""The compiled kernel and the arguments that do not change, so that a call does not look for them again."""
+"""Compiled kernels and the arguments that do not change, so that a call need not look for them again."""
 
 
 def decode_lanes(
@@ -318,8 +329,18 @@ def multiply_lanes(inputs: Tensor, packed: Tensor, layout: LaneLayout, scale: Te
     sums = torch.empty(layout.segments, layout.columns, dtype=torch.float32, device=inputs.device)
     _launch(packed, layout, inputs, None, "", sums, torch.float32)
     out = torch.empty(layout.columns, dtype=inputs.dtype, device=inputs.device)
-    sum_splits(sums, scale, out, 1, layout.columns, layout.segments)
+    _add_up(sums, scale, out)
     return out
+
+
+def _add_up(sums: Tensor, scale: Tensor, out: Tensor) -> None:
+    """The sums over segments, scaled."""
+    tensors = (sums, scale, out)
+    known = (add_splits, sums.shape, len(scale), *_kinds(tensors))
+    if not _rerun(known, tensors):
+        numbers = (out.numel(), len(sums), int(len(scale) > 1))
+        constants = {"SCALED": True, "SUMMED": SUMMED, "MOST": triton.next_power_of_2(len(sums))}
+        _run(add_splits, known, (triton.cdiv(out.numel(), SUMMED),), tensors, numbers, constants, 4)
 
 
 def _launch(
@@ -332,19 +353,40 @@ def _launch(
     decoded: torch.dtype,
 ) -> None:
     tensors = (packed, inputs, scale, out)
-    kinds = (None if each is None else (each.dtype, each.data_ptr() % 16 == 0) for each in tensors)
-    key = (layout, scaled, decoded, packed.device, *kinds)
-    found = _COMPILED.get(key)
-    if found is None:
-        constants = _constants(layout, inputs, scaled, decoded)
-        numbers = _numbers(layout)
+    known = (_decode, layout, scaled, decoded, *_kinds(tensors))
+    if not _rerun(known, tensors):
         grid = (layout.segments * layout.groups,)
-        kernel = _decode[grid](*tensors, *numbers, **constants, num_warps=GROUP // 32)
-        if kernel is not None:  # the interpreter compiles nothing
-            _COMPILED[key] = kernel[*grid, 1, 1], (*numbers, *constants.values())
-        return
-    run, rest = found
-    run(*tensors, *rest)
+        constants = _constants(layout, inputs, scaled, decoded)
+        _run(_decode, known, grid, tensors, _numbers(layout), constants, GROUP // 32)
+
+
+def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[object, ...]:
+    """What a compiled kernel depends on."""
+    aligned = (each is None or (each.dtype, each.device, each.data_ptr() % 16 == 0) for each in tensors)
+    return tuple(aligned)
+
+
+def _rerun(known: tuple[object, ...], tensors: tuple[Tensor | None, ...]) -> bool:
+    """Launches a kernel that has been launched for the same layout; False where none has been."""
+    found = _COMPILED.get(known)
+    if found is None:
+        return False
+    found[0](*tensors, *found[1])
+    return True
+
+
+def _run(
+    kernel: Any,
+    known: tuple[object, ...],
+    grid: tuple[int],
+    tensors: tuple[Tensor | None, ...],
+    numbers: tuple[int, ...],
+    constants: dict[str, object],
+    warps: int,
+) -> None:
+    compiled = kernel[grid](*tensors, *numbers, **constants, num_warps=warps)
+    if compiled is not None:  # the interpreter compiles nothing
+        _COMPILED[known] = compiled[*grid, 1, 1], (*numbers, *constants.values())
 
 
 def _numbers(layout: LaneLayout) -> tuple[int, ...]:
@@ -357,6 +399,7 @@ def _numbers(layout: LaneLayout) -> tuple[int, ...]:
         layout.headers_at,
         layout.groups_at,
         layout.table_at,
+        layout.patches_at,
         layout.classes_at,
         layout.rows,
         layout.headers_at + 4 * layout.segments * layout.lanes,
@@ -371,7 +414,7 @@ def _constants(
         "N": layout.table_bits,
         "RAW": layout.raw_bits,
         "CLASSED": layout.models > 1,
-        "ESCAPES": layout.has_escapes,
+        "PATCHED": layout.has_patches,
         "LONG": layout.has_long_tails,
         "PAIR": layout.is_pair,
         "SCALED": scaled,

@@ -7,7 +7,8 @@ class is the same for all of them.
 
 Neighbouring lanes are a group. The words of a group that all its lanes have are stored level by level, so that
 the lanes read neighbouring words at about the same time; what a lane has beyond these is its tail, and the
-tails follow, lane by lane.
+tails follow, lane by lane. A group's patches are codes too rare for the tables: 32 bits for each, the row within
+the segment (12), the column within the group (8) and the code (12).
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from factorpack.errors import WeightError
 from factorpack.runtime.lane_models import (
+    LIMIT,
     PAIR_BITS,
-    PAIR_TABLE_BITS,
     STATE_BITS,
     WORD_BITS,
     Codes,
     Models,
-    escape,
     fit_models,
     fit_pairs,
 )
@@ -37,6 +38,8 @@ GROUP = 128
 LANE_BITS = {0: 3200, 1 << 20: 1600, 1 << 25: 3200}
 """By least number of codes: bits of a lane, about. Short lanes make many, to be decoded at a time; but each takes
 24 bits more than its codes. Small matrices are decoded fast enough anyway, and large ones have enough lanes."""
+LONGEST_SEGMENT = 4096
+"""Rows of a lane that a patch can count."""
 LEAST_COLUMNS, LEAST_LANES = 64, 32
 """A narrower matrix, or a shorter one than a lane, is cut into other rows, of this many codes at least."""
 LANE_BYTES = 3.2
@@ -61,7 +64,7 @@ class LaneLayout:
     table_bits: int
     raw_bits: int
     models: int
-    has_escapes: bool
+    has_patches: bool
     has_long_tails: bool
     is_pair: bool
     """Whether a symbol is two neighbouring codes of a row, so that a lane has two columns."""
@@ -69,10 +72,12 @@ class LaneLayout:
     """Bytes before the lanes' headers, 32 bits each: the first state, and above it the words of the tail.
     Longer tails have a byte more per lane, after all headers: their words divided by 16."""
     groups_at: int
-    """Bytes before three 32-bit integers per group: its first word, its levels, its steps without a tail."""
+    """Bytes before four 32-bit integers per group: its first word, its levels, its steps without a tail, and the
+    number of patches before its own; and once more the last one, for all patches."""
     table_at: int
+    patches_at: int
     classes_at: int
-    """Bytes before the classes of rows and columns, one byte each; with one model there are none."""
+    """Bytes before the classes of rows and columns, one byte each. With one model there are none."""
 
     @property
     def rows(self) -> int:
@@ -93,6 +98,11 @@ class LaneLayout:
         return self.columns // 2 if self.is_pair else self.columns
 
 
+def fits_lanes(low: int, high: int) -> bool:
+    """Whether codes from `low` to `high` can be in lanes."""
+    return low >= -LIMIT and high < LIMIT
+
+
 def pack_lanes(codes: Codes, columns: int, unit: int = 1, free: bool = True) -> tuple[Tensor, LaneLayout]:
     """Codes in memory order, at least one, in rows of `columns` -> bytes, and where everything is in them.
 
@@ -100,6 +110,8 @@ def pack_lanes(codes: Codes, columns: int, unit: int = 1, free: bool = True) -> 
     codes are of different kinds, like the codes of a tile.
     """
     flat = codes.reshape(-1)
+    if not fits_lanes(int(flat.min()), int(flat.max())):
+        raise WeightError(f"codes {flat.min()} to {flat.max()}, lanes can have {-LIMIT} to {LIMIT - 1}")
     wanted = LANE_BITS[max(size for size in LANE_BITS if size <= flat.size)] / max(_entropy(flat), 0.1)
     matrix = _in_rows(flat, columns)
     models, size = fit_models(matrix)
@@ -109,14 +121,17 @@ def pack_lanes(codes: Codes, columns: int, unit: int = 1, free: bool = True) -> 
         narrow_models, narrow_size = fit_models(narrow_matrix)
         if narrow_size + LANE_BYTES * narrow < size + LANE_BYTES * columns:
             columns, matrix, models, size = narrow, narrow_matrix, narrow_models, narrow_size
-    symbols, words, is_pair = matrix, matrix, False
-    if columns % 2 == 0 and matrix.dtype.itemsize == 1:
+    symbols: Codes = matrix >> models.raw_bits
+    is_pair = False
+    if columns % 2 == 0:
         pairs = _pairs(matrix)
-        paired, paired_size = fit_pairs(pairs[1])
-        if is_pair := paired_size <= PAIR_MARGIN * size:
-            (words, symbols), models = pairs, paired
+        paired = fit_pairs(pairs, PAIR_MARGIN * size)
+        if paired is not None:
+            symbols, models, is_pair = pairs, paired, True
     segment = -(-len(matrix) // max(1, round(len(matrix) * (1 + is_pair) / wanted)))
-    return _joined(flat.size, columns, segment, is_pair, models, *_encode(symbols, words, models, segment))
+    segment = min(segment, LONGEST_SEGMENT)
+    encoded = _encode(symbols, matrix, models, segment, is_pair)
+    return _joined(flat.size, columns, segment, is_pair, models, encoded)
 
 
 def _in_rows(codes: Codes, columns: int) -> Codes:
@@ -134,21 +149,30 @@ def _entropy(codes: Codes) -> float:
     return float(-(share * np.log2(share)).sum())
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Encoded:
+    words: NDArray[np.uint16]
+    headers: NDArray[np.uint32]
+    longer: NDArray[np.uint8]
+    """A byte more of each lane's tail length; none where no tail needs it."""
+    groups: NDArray[np.int32]
+    patches: NDArray[np.int32]
+
+
 def _joined(
-    count: int,
-    columns: int,
-    segment: int,
-    is_pair: bool,
-    models: Models,
-    words: NDArray[np.uint16],
-    headers: NDArray[np.uint32],
-    longer: NDArray[np.uint8],
-    groups: NDArray[np.int32],
+    count: int, columns: int, segment: int, is_pair: bool, models: Models, encoded: _Encoded
 ) -> tuple[Tensor, LaneLayout]:
     """All arrays in one, each beginning at a multiple of 16 bytes."""
-    sections = [words, np.concatenate([headers.view(np.uint8), longer]), groups, models.entries().reshape(-1)]
-    if len(models.frequencies) > 1:
-        sections.append(np.concatenate([models.rows, models.columns]))
+    sections = [
+        encoded.words,
+        np.concatenate([encoded.headers.view(np.uint8), encoded.longer]),
+        encoded.groups,
+        models.entries().reshape(-1),
+        encoded.patches,
+        np.concatenate(
+            [models.rows, models.columns] if len(models.frequencies) > 1 else [encoded.longer[:0]]
+        ),
+    ]
     starts = np.cumsum([0, *(-(-each.nbytes // 16) * 16 for each in sections)]).tolist()
     packed = np.zeros(starts[-1], np.uint8)
     for start, each in zip(starts, sections, strict=False):
@@ -160,21 +184,20 @@ def _joined(
         models.table_bits,
         models.raw_bits,
         len(models.frequencies),
-        models.has_escapes,
-        len(longer) > 0,
+        len(encoded.patches) > 0,
+        len(encoded.longer) > 0,
         is_pair,
-        *starts[1:5],
+        *starts[1:6],
     )
     return torch.from_numpy(packed), layout
 
 
-def _pairs(codes: Codes) -> tuple[Codes, Codes]:
-    """Neighbouring codes as the word of an escape, and as a symbol: the escape where it cannot hold them."""
+def _pairs(codes: Codes) -> Codes:
+    """Neighbouring codes as symbols; those beyond what a symbol holds get one that no table has."""
     first, second = codes[:, ::2].astype(np.int16), codes[:, 1::2].astype(np.int16)
     half = 1 << PAIR_BITS - 1
-    inside = (first > -half) & (first < half) & (second >= -half) & (second < half)
-    symbols = np.where(inside, first << PAIR_BITS | second & (2 * half - 1), escape(PAIR_TABLE_BITS))
-    return first << 8 | second & 0xFF, symbols.astype(np.int16)
+    inside = (first >= -half) & (first < half) & (second >= -half) & (second < half)
+    return np.where(inside, first << PAIR_BITS | second & (2 * half - 1), half << PAIR_BITS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,21 +210,22 @@ class _Stream:
     states: NDArray[np.int64]
 
 
-def _encode(
-    symbols: Codes, codes: Codes, models: Models, segment: int
-) -> tuple[NDArray[np.uint16], NDArray[np.uint32], NDArray[np.uint8], NDArray[np.int32]]:
-    """Words, headers of all lanes, a byte more of their tails' lengths where one needs it, and groups."""
-    rows, columns = codes.shape
-    segments = -(-rows // segment)
+def _encode(symbols: Codes, codes: Codes, models: Models, segment: int, is_pair: bool) -> _Encoded:
+    """All lanes, some columns at a time."""
+    rows, columns = symbols.shape
+    segments, across = -(-rows // segment), -(-columns // GROUP)
     width = max(_LANES_AT_A_TIME // segments // GROUP, 1) * GROUP
     states, tails = np.empty((2, segments, columns), np.uint32)
-    groups = np.empty((segments, -(-columns // GROUP), 3), np.int32)
+    groups = np.empty((segments, across, 4), np.int32)
     words: list[NDArray[np.uint16]] = []
+    is_rare = np.empty(symbols.shape, np.bool_)
     first, longest = 0, 0
     for left in range(0, columns, width):
         own = slice(left, left + width)
         part = replace(models, columns=models.columns[own])
-        stream = _encode_lanes(symbols[:, own], codes[:, own], part, segment)
+        joint, is_rare[:, own] = part.joint(symbols[:, own])
+        raw = np.where(is_rare[:, own], 0, codes[:, own]) if models.raw_bits else None
+        stream = _encode_lanes(joint, raw, part, segment)
         each = min(width, columns - left)
         longest = longest or _longest_tail(stream.counts.reshape(segments, each))
         states[:, own] = stream.states.reshape(segments, each)
@@ -210,28 +234,48 @@ def _encode(
             laid, tails[row, left + lane : left + end], *numbers = _lay_out(
                 stream, slice(row * each + lane, row * each + end), longest
             )
-            groups[row, (left + lane) // GROUP] = first, *numbers
+            groups[row, (left + lane) // GROUP, :3] = first, *numbers
             words.append(laid)
             first += len(laid)
     words.append(np.zeros(GROUP + 1, np.uint16))  # a lane loads one word ahead
+    patches, counts = _patches(codes, is_rare.repeat(2, 1) if is_pair else is_rare, segment, 1 + is_pair)
+    groups[:, :, 3] = (np.cumsum(counts) - counts).reshape(segments, across)
     headers = (states | (tails & SHORT_TAIL) << TAIL_AT).reshape(-1)
     longer = (tails >> 4).astype(np.uint8).reshape(-1)
-    return np.concatenate(words), headers, longer if longer.any() else longer[:0], groups.reshape(-1)
+    end = np.array([0, 0, 0, len(patches)], np.int32)
+    return _Encoded(
+        np.concatenate(words),
+        headers,
+        longer if longer.any() else longer[:0],
+        np.append(groups.reshape(-1), end),
+        patches,
+    )
 
 
-def _encode_lanes(symbols: Codes, codes: Codes, models: Models, segment: int) -> _Stream:
+def _patches(
+    codes: Codes, is_rare: NDArray[np.bool_], segment: int, each: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """The patches of all groups, `each` columns per lane, and how many each group has."""
+    row, column = np.nonzero(is_rare & (codes != 0))
+    across = -(-codes.shape[1] // (each * GROUP))
+    group = row // segment * across + column // (each * GROUP)
+    order = np.argsort(group, kind="stable")
+    code = codes[row, column].astype(np.int64) & 0xFFF
+    patch = (row % segment << 20 | column % (each * GROUP) << 12 | code)[order]
+    return patch.astype(np.uint32).view(np.int32), np.bincount(
+        group, minlength=-(-len(codes) // segment) * across
+    )
+
+
+def _encode_lanes(joint: NDArray[np.int32], raw: Codes | None, models: Models, segment: int) -> _Stream:
     """All lanes of some columns at the same time, from the last row to the first."""
-    rows, columns = codes.shape
-    segments, raw, bits = -(-rows // segment), models.raw_bits, models.table_bits
+    rows, columns = joint.shape
+    segments, raw_bits, bits = -(-rows // segment), models.raw_bits, models.table_bits
     frequency = models.frequencies.ravel()
     start = (np.cumsum(models.frequencies, 1) - models.frequencies).ravel()
     inverse = 1 / np.maximum(frequency, 1)
-    limit = frequency << WORD_BITS + STATE_BITS - bits - raw
-    joint, is_escape = models.joint(symbols)
-    any_escape = is_escape.any(1)
-    lanes = segments * columns
-    most = segment * (bits + raw) // WORD_BITS + 2
-    most += int(is_escape.sum(0).max()) if models.has_escapes else 0
+    limit = frequency << WORD_BITS + STATE_BITS - bits - raw_bits
+    lanes, most = segments * columns, segment * (bits + raw_bits) // WORD_BITS + 2
     stream = _Stream(
         np.empty((most, lanes), np.uint16),
         np.empty((most, lanes), np.uint16),
@@ -241,18 +285,14 @@ def _encode_lanes(symbols: Codes, codes: Codes, models: Models, segment: int) ->
     for step in reversed(range(min(segment, rows))):
         own = joint[step::segment].reshape(-1)
         states = stream.states[: len(own)]
-        if any_escape[step::segment].any():
-            marked = np.flatnonzero(is_escape[step::segment])
-            _write(stream, marked, codes[step::segment].reshape(-1)[marked].astype(np.int64), step)
-        full = np.flatnonzero(states >= limit[own])
+        full = np.flatnonzero(states >= limit.take(own))
         _write(stream, full, states[full], step)
         states[full] >>= WORD_BITS
-        each = frequency[own]
-        quotient = ((states + 0.5) * inverse[own]).astype(np.int64)  # exact: states have 28 bits
-        states += quotient * ((1 << bits) - each) + start[own]
-        if raw:
-            low = codes[step::segment].reshape(-1).astype(np.int64) & ((1 << raw) - 1)
-            states[:] = states << raw | low
+        quotient = ((states + 0.5) * inverse.take(own)).astype(np.int64)  # exact: states have 28 bits
+        states += quotient * ((1 << bits) - frequency).take(own) + start.take(own)
+        if raw is not None:
+            low = raw[step::segment].reshape(-1).astype(np.int64) & ((1 << raw_bits) - 1)
+            states[:] = states << raw_bits | low
     return stream
 
 
@@ -272,7 +312,9 @@ def _longest_tail(counts: NDArray[np.int64]) -> int:
     return SHORT_TAIL if WORD_BITS // 8 * padding <= counts.size else LONGEST_TAIL
 
 
-def _lay_out(stream: _Stream, lanes: slice, longest: int) -> tuple[NDArray[np.uint16], NDArray[np.int64], int, int]:
+def _lay_out(
+    stream: _Stream, lanes: slice, longest: int
+) -> tuple[NDArray[np.uint16], NDArray[np.int64], int, int]:
     """A group's words in memory order, the lengths of its tails, its levels, and its steps without a tail.
 
     A word is read in the opposite order of its writing.
@@ -284,7 +326,7 @@ def _lay_out(stream: _Stream, lanes: slice, longest: int) -> tuple[NDArray[np.ui
     exists = order >= 0
     written = np.take_along_axis(stream.words[:, lanes], np.maximum(order, 0), 0)
     written[~exists] = 0  # where even the levels are padded
-    tail = written[levels:].T[exists[levels:].T]
+    tail = written[levels:].T[np.asarray(exists[levels:]).T]
     safe = 0
     if levels:
         last = order[levels - 1]

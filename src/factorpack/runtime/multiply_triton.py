@@ -209,7 +209,7 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["count", "scale_stride"])  # type: ignore[untyped-decorator]
-def _sum_splits(  # type: ignore[no-untyped-def]
+def add_splits(  # type: ignore[no-untyped-def]
     sums, scale, out, N, count, scale_stride, SCALED: tl.constexpr, SUMMED: tl.constexpr, MOST: tl.constexpr
 ):
     """One program: SUMMED outputs of one sample, from `count` <= MOST partial sums that are read at once."""
@@ -263,24 +263,19 @@ def multiply_rows(
         num_stages=launch.stages,
     )
     if not is_single:
-        sum_splits(sums, scale, out, batch, rows, splits)
+        add_splits[triton.cdiv(rows, SUMMED), batch](
+            sums,
+            scale,
+            out,
+            rows,
+            splits,
+            scale_stride,
+            SCALED=scale is not None,
+            SUMMED=SUMMED,
+            MOST=triton.next_power_of_2(splits),
+            num_warps=4,
+        )
     return out
-
-
-def sum_splits(sums: Tensor, scale: Tensor | None, out: Tensor, batch: int, rows: int, splits: int) -> None:
-    """Adds up (splits, batch, rows), and applies one scale or one per row."""
-    _sum_splits[triton.cdiv(rows, SUMMED), batch](
-        sums,
-        scale,
-        out,
-        rows,
-        splits,
-        0 if scale is None or len(scale) == 1 else 1,
-        SCALED=scale is not None,
-        SUMMED=SUMMED,
-        MOST=triton.next_power_of_2(splits),
-        num_warps=4,
-    )
 
 
 def chosen(bits: int, batch: int, codes: int) -> Launch:

@@ -17,7 +17,7 @@ class PackedLayer(nn.Module):
     packed: PackedWeight
 
     def _rebuilt(self) -> Tensor:
-        return self.packed()  # type: ignore[no-any-return]
+        return self.packed.forward()
 
     weight: Any = property(_rebuilt)  # a parameter in the classes it is mixed with, which own the name
 

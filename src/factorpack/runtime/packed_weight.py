@@ -21,7 +21,7 @@ from factorpack.record import Encoded
 from factorpack.runtime.bit_planes import pack_codes, unpack_at, unpack_codes, unpack_range, unpack_reference
 from factorpack.runtime.code_rows import find_row_codes, pack_rows, unpack_rows, unpack_rows_reference
 from factorpack.runtime.lane_decode import decode, multiply, uses_lanes
-from factorpack.runtime.lanes import LaneLayout, pack_lanes
+from factorpack.runtime.lanes import LaneLayout, fits_lanes, pack_lanes
 
 FEWEST_IN_LANES = 4096
 """Codes below which a table of frequencies is not worth it."""
@@ -46,7 +46,6 @@ class PackedWeight(nn.Module):
         self.part_shapes = {name: tuple(part.shape) for name, part in encoded.parts.items()}
         self.part_dtypes = {name: part.dtype for name, part in encoded.parts.items()}
         self.tiling = KINDS[self.kind].tiling(self.part_shapes)
-        self.may_clamp = encoded.kind == "scalar" and may_clamp(encoded)
         self.in_rows = find_row_codes(encoded)
         """Codes that inputs are multiplied by directly, and their shape then: (outputs, codes per output)."""
         self.lanes: dict[str, LaneLayout] = {}
@@ -54,6 +53,9 @@ class PackedWeight(nn.Module):
         is_laned = uses_lanes(like)
         for name, part in encoded.parts.items():
             self.register_buffer(name, self._stored(name, part, is_laned).to(like.device))
+        self.scaled_lanes = self._scaled_lanes(encoded)
+        self.codes: Tensor
+        self.scale: Tensor
         self.like: Tensor
         self.register_buffer("like", torch.empty(0, dtype=like.dtype, device=like.device), persistent=False)
         self.folded: Tensor | None
@@ -71,6 +73,8 @@ class PackedWeight(nn.Module):
         else:
             fixed, margin = pack_codes(codes, self.bits[name]), 1.0
         if not is_laned or part.numel() < FEWEST_IN_LANES:
+            return fixed
+        if not fits_lanes(int(part.min()), int(part.max())):
             return fixed
         by_input = self._is_by_input(name)
         outputs = self.layout.outputs if part.numel() % self.layout.outputs == 0 else 1
@@ -114,21 +118,26 @@ class PackedWeight(nn.Module):
 
     def forward(self) -> Tensor:
         """The weight as `load_into` would give it to the model."""
+        if self.scaled_lanes:
+            weight = decode(
+                self.codes,
+                self.lanes["codes"],
+                self.scale.view(self.part_dtypes["scale"]),
+                self.scaled_lanes,
+                self.like.dtype,
+                self.decoded,
+            )
+            return weight.view(-1, self.shape[0]).T if self._is_by_input("codes") else weight.view(self.shape)
         # The file defines products in FP32, with mixed precision or without.
         with torch.autocast(self.like.device.type, enabled=False):
-            if scaled := self.scaled_lanes:
-                codes, layout = self.codes, self.lanes["codes"]
-                weight = decode(codes, layout, self.part("scale"), scaled, self.like.dtype, self.decoded)
-                return weight.view(-1, self.shape[0]).T if self._is_by_input("codes") else weight.view(self.shape)
             # A compiler would unroll every slice, and on a GPU many small kernels take longer.
             if torch.compiler.is_compiling() or self.like.device.type != "cpu":
                 return rebuild(self.encoded()).to(self.like.dtype)
             return self._by_slices()
 
-    @property
-    def scaled_lanes(self) -> str:
+    def _scaled_lanes(self, encoded: Encoded) -> str:
         """How scales go with lanes, where these decode to the weight itself: see `decode`. Otherwise empty."""
-        if self.kind != "scalar" or not self.lanes or self.layout.transposed_groups or self.may_clamp:
+        if self.kind != "scalar" or not self.lanes or self.layout.transposed_groups or may_clamp(encoded):
             return ""
         scales, columns = self.part_shapes["scale"][0], self.lanes["codes"].columns
         if scales == 1:
@@ -144,7 +153,8 @@ class PackedWeight(nn.Module):
 
     def multiplied(self, inputs: Tensor) -> Tensor:
         """A vector of inputs times the weight, (K,) -> (N,), with scales applied to the sums."""
-        return multiply(inputs, self.codes, self.lanes["codes"], self.part("scale").view(-1))
+        scale = self.scale.view(self.part_dtypes["scale"]).view(-1)
+        return multiply(inputs, self.codes, self.lanes["codes"], scale)
 
     def _by_slices(self) -> Tensor:
         slices = KINDS[self.kind].cut(self.layout, self.part_shapes)
