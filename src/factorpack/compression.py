@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from factorpack.batches import device_of, evaluating
+from factorpack.batches import evaluating
 from factorpack.budget.goals import budget_bytes, compress_to_bytes, compress_to_loss
 from factorpack.budget.planner import BudgetRequest, Planner
 from factorpack.budget.tasks import compress_to_bytes_over
@@ -118,8 +118,7 @@ def compress(
         model, opened = open_streamed(Path(source), opened)
     _, rules = resolve_rules(recipe, opened, method, layers or {}, exclude, DEFAULT_METHOD, bool(budgets))
     kept = Path(curves) if curves is not None else None
-    feedback_on_cpu = calibration is not None and model is not None and device_of(model).type == "cpu"
-    planner = (planner or Planner()).settled(feedback_on_cpu)
+    planner = (planner or Planner()).settled(calibration is not None)
     settings = (planner, rules.layers, rules.exclude, kept, progress)
     request = BudgetRequest(opened, model, calibration, *settings) if budgets else None
     if engine is not None and calibration is None:

@@ -18,7 +18,7 @@ from factorpack.methods.second_order import check_trellis
 from factorpack.methods.settings import check_type
 from factorpack.source import Source
 
-DEFAULT_STATES = 8
+STATES_WITHOUT_DATA = 8
 HELD_OUT_SHARE = 0.125
 """Share of the calibration inputs that is held out to measure on."""
 
@@ -50,8 +50,8 @@ class Planner:
     damping: float = 0.1
     """Added to the diagonal of the inputs' second moments, as a share of its mean."""
     trellis: int | None = None
-    """States, 4 or 8, of a trellis along which codes are chosen where that pays; 0: none. None: 8, but none with
-    calibration data on a CPU, where the search takes as long as everything else."""
+    """States, 4 or 8, of a trellis along which codes are chosen where that pays; 0: none. None: 8 from the weights
+    alone, and none with calibration data, where the search takes as long as everything else."""
 
     def __post_init__(self) -> None:
         check_type("samples", self.samples, int)
@@ -63,11 +63,11 @@ class Planner:
                 "expected at least 1, at least 0, and above 0"
             )
 
-    def settled(self, feedback_on_cpu: bool = False) -> Planner:
+    def settled(self, has_data: bool) -> Planner:
         """With a number of states, where the caller has left it open."""
         if self.trellis is not None:
             return self
-        return replace(self, trellis=0 if feedback_on_cpu else DEFAULT_STATES)
+        return replace(self, trellis=0 if has_data else STATES_WITHOUT_DATA)
 
     def method(self, step: float = 1.0, tile: int = 1, trellis: int = 0) -> SecondOrder:
         """The method of a weight at a step, in the basis of a tile (1: none), along a trellis (0: none)."""

@@ -118,7 +118,10 @@ def plan(
     name, rules = resolve_rules(recipe, opened, method, layers or {}, exclude, DEFAULT_METHOD, bool(budgets))
     if not budgets:
         return _preview(opened, _by_rules(opened, rules), name)
-    wanted, planner = budget_bytes(opened, ratio, max_bytes), (planner or Planner()).settled()
+    wanted, planner = (
+        budget_bytes(opened, ratio, max_bytes),
+        (planner or Planner()).settled(samples is not None),
+    )
     request = BudgetRequest(opened, None, None, planner, rules.layers, rules.exclude, progress=False)
     tensors = split_tensors(request)
     preview = _preview(opened, _by_budget(tensors, planner, wanted), name)
