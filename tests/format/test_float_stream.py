@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from factorpack.errors import FormatError
 from factorpack.format import entropy, float_stream, streams
 from factorpack.format.encode_workers import encode_codes
-from factorpack.format.float_stream import FLOAT_TYPES, LEAST_BYTES
+from factorpack.format.float_stream import LEAST_BYTES
 from factorpack.format.streams import FLOATS, RAW, decode_part, encode_part
 from factorpack.kinds.base import PartSpec
+from factorpack.quantize.mantissas import FLOAT_TYPES
 from factorpack.record import dtype_name
 from tests.format.reference import floats_decode
 from tests.helpers import assert_same_tensor, raw, seeded

@@ -27,8 +27,8 @@ from factorpack.format import (
 )
 from factorpack.format import frequency_tables as tables
 from factorpack.format.container import Reader
-from factorpack.format.float_stream import FLOAT_TYPES
 from factorpack.hub.quantizer import _open_file
+from factorpack.quantize.mantissas import FLOAT_TYPES
 from factorpack.quantize.trellis import levels_of, machine
 from factorpack.record import Encoded
 from tests.helpers import assert_same_encoded, write_packed

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import log2, prod
 
-import torch
 from torch import Tensor
 
-from factorpack.format.float_stream import FLOAT_TYPES, bits_of, used_bits
-from factorpack.format.streams import raw_bytes
+from factorpack.quantize.mantissas import FEWEST_ROUNDED, FLOAT_TYPES, round_mantissas, used_bits
 
 FEWEST_BITS, MOST_BITS = 4, 10
 """Fewer cost more than they save at any size; FP16 has no more."""
-FEWEST_VALUES = 16
-"""So many values do not all end in a zero by chance."""
 NORM_PARTS = ("weight", "bias", "running_mean", "running_var")
 MORE_BITS = {False: 0.15, True: 1.4}
 """Bits of mantissa beyond those that follow from bits per weight, without and with calibration data, which make a
@@ -54,19 +50,7 @@ def round_as(kept: Tensor, stored: Tensor) -> Tensor:
     Values that a person could have chosen, such as a norm's first ones, do not count as rounded.
     """
     kind = FLOAT_TYPES.get(stored.dtype)
-    if kind is None or len(stored) < FEWEST_VALUES:
+    if kind is None or len(stored) < FEWEST_ROUNDED:
         return kept
-    bits = used_bits(bits_of(raw_bytes(stored), kind), kind)
+    bits = used_bits(stored)
     return round_mantissas(kept, bits, stored.dtype) if FEWEST_BITS <= bits < kind.mantissa_bits else kept
-
-
-def round_mantissas(value: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Each value rounded to the nearest of those in `dtype` that have only the upper `bits` bits of the mantissa.
-
-    What would become infinite, and what is not finite, is only converted.
-    """
-    wide = value.double()
-    _, exponent = torch.frexp(wide.abs().clamp_min(torch.finfo(dtype).smallest_normal))
-    step = torch.ldexp(torch.ones_like(wide), exponent - 1 - bits)
-    rounded = (torch.round(wide / step) * step).to(dtype)
-    return torch.where(rounded.isfinite(), rounded, value.to(dtype))

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from factorpack.batches import forward
-from factorpack.budget.norm_bits import NORM_PARTS, is_norm, round_mantissas
+from factorpack.budget.norm_bits import NORM_PARTS, is_norm
 from factorpack.decoding import decode
 from factorpack.errors import WeightError
-from factorpack.format.float_stream import FLOAT_TYPES
 from factorpack.methods import Keep
+from factorpack.quantize.mantissas import FLOAT_TYPES, round_mantissas
 from factorpack.record import Encoded, LayerMoments
 from factorpack.solve.moments import NORMS
 from factorpack.weight import Weight
@@ -114,7 +114,7 @@ def small_leftovers(
 ) -> dict[str, Encoded]:
     """Makes what is kept raw small, and folds batch norms where the model is known.
 
-    At inference a norm is y = a x + b. Its weight becomes a, its bias b, both in FP16; its running mean
+    At inference a norm is y = a x + b. Its weight becomes a, its bias b, both in FP16 or less; its running mean
     becomes 0 and its running variance 1 - eps. The function is the same, but it can no longer be trained
     with batch statistics. Norms and biases are rounded to `norm_bits` bits of mantissa, unless that is 0.
     Tensors that the caller excluded, or chose a method for, stay as they are.

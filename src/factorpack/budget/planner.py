@@ -45,7 +45,7 @@ class Planner:
     correct_variances: bool = True
     """Output variances corrected in the norms that follow, where means are."""
     fold_norms: bool = True
-    """Batch norms as two FP16 values per channel; without it they are kept, and can be trained."""
+    """Batch norms as two values per channel; without it they are kept, and can be trained."""
     norm_bits: int | None = None
     """Bits of mantissa of norms and biases, 1 to 10. None: as many as the size makes worth their bytes. 0: FP16."""
     price: float = 0.08

@@ -7,17 +7,15 @@ docs/format.md gives the layout.
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from factorpack.errors import FormatError
 from factorpack.format import entropy
 from factorpack.format.bitpack import bit_string_bytes, pack, unpack
 from factorpack.format.encode_workers import EncodeCodes
 from factorpack.format.symbols import Codes
+from factorpack.quantize.mantissas import Bits, FloatType, count_used_bits
 
 _HEADER = struct.Struct("<BB")
 LEAST_BYTES = 7
@@ -26,42 +24,20 @@ _WIDEST = 16
 """Bits of a value in one bit string."""
 
 
-class FloatType(NamedTuple):
-    """How a float type is stored: a sign bit, then the exponent, then the mantissa."""
-
-    exponent_bits: int
-    mantissa_bits: int
-    held: type[np.unsignedinteger[Any]]
-    """An integer of the same size."""
-
-
-FLOAT_TYPES = {
-    torch.float16: FloatType(5, 10, np.uint16),
-    torch.bfloat16: FloatType(8, 7, np.uint16),
-    torch.float32: FloatType(8, 23, np.uint32),
-}
-
-
 def encode(raw: bytes, kind: FloatType, encode_codes: EncodeCodes) -> bytes:
     """The stream of at least one value, given as little-endian bytes."""
-    values = bits_of(raw, kind)
-    bits = used_bits(values, kind)
-    unused = kind.mantissa_bits - bits
+    values = np.frombuffer(raw, np.dtype(kind.held).newbyteorder("<")).astype(kind.held, copy=False)
+    bits = count_used_bits(values, kind)
     exponents = (values >> kind.mantissa_bits & (1 << kind.exponent_bits) - 1).astype(np.int16)
     highest = int(exponents.max())
     below = highest - exponents
     is_negative = values >> kind.exponent_bits + kind.mantissa_bits != 0
     codes = np.where(is_negative, ~below, below).astype(np.int16)
     header = _HEADER.pack(bits, highest)
-    return header + encode_codes(codes[None], 0, 0) + b"".join(_pack_mantissas(values >> unused, bits))
+    return header + encode_codes(codes[None], 0, 0) + _pack_mantissas(values, bits, kind)
 
 
-def bits_of(raw: bytes, kind: FloatType) -> NDArray[np.unsignedinteger[Any]]:
-    """Little-endian bytes as one integer per value."""
-    return np.frombuffer(raw, np.dtype(kind.held).newbyteorder("<")).astype(kind.held, copy=False)
-
-
-def decode(data: bytes, count: int, kind: FloatType) -> NDArray[np.unsignedinteger[Any]]:
+def decode(data: bytes, count: int, kind: FloatType) -> Bits:
     """The inverse of `encode`: each value's bits."""
     if len(data) < _HEADER.size:
         raise FormatError(f"a stream of floats of {len(data)} bytes has no header")
@@ -84,7 +60,7 @@ def decode(data: bytes, count: int, kind: FloatType) -> NDArray[np.unsignedinteg
     return values
 
 
-def _signs_and_exponents(codes: Codes, highest: int, kind: FloatType) -> NDArray[np.unsignedinteger[Any]]:
+def _signs_and_exponents(codes: Codes, highest: int, kind: FloatType) -> Bits:
     low, high = int(codes.min()), int(codes.max())
     if max(high, ~low) > highest:
         raise FormatError(f"codes {low} to {high} of exponents that are {highest} and lower")
@@ -92,21 +68,15 @@ def _signs_and_exponents(codes: Codes, highest: int, kind: FloatType) -> NDArray
     known = np.arange(low, high + 1)
     exponents = highest - np.where(known < 0, ~known, known)
     table = (known < 0) << kind.exponent_bits | exponents
-    bits: NDArray[np.unsignedinteger[Any]] = (table << kind.mantissa_bits).astype(kind.held)
+    bits: Bits = (table << kind.mantissa_bits).astype(kind.held)
     return bits.take(codes.astype(np.intp) - low)
 
 
-def used_bits(values: NDArray[np.unsignedinteger[Any]], kind: FloatType) -> int:
-    """Without how many of the highest mantissa bits some value would change."""
-    used = int(np.bitwise_or.reduce(values)) & (1 << kind.mantissa_bits) - 1
-    return kind.mantissa_bits - (used & -used).bit_length() + 1 if used else 0
-
-
-def _pack_mantissas(values: NDArray[Any], bits: int) -> list[bytes]:
-    """The lowest 16 of so many bits of every value, then those above."""
-    found, shift = [], 0
+def _pack_mantissas(values: Bits, bits: int, kind: FloatType) -> bytes:
+    """The lowest 16 of the bits that are used, of every value, then those above."""
+    found, shift = b"", kind.mantissa_bits - bits
     for width in _widths(bits):
-        found.append(pack((values >> shift & (1 << width) - 1).astype(np.uint16), width))
+        found += pack((values >> shift & (1 << width) - 1).astype(np.uint16), width)
         shift += width
     return found
 

@@ -14,7 +14,6 @@ from typing import Any
 from factorpack.decoding import check
 from factorpack.errors import FormatError
 from factorpack.format.bitpack import bit_string_bytes
-from factorpack.format.float_stream import FLOAT_TYPES
 from factorpack.format.stored_rows import MAX_ROW_BYTES, StoredRows, cut_rows
 from factorpack.format.streams import CODECS, FLOATS, PACKED, RAW, TRELLIS, raw_size
 from factorpack.format.untrusted_json import (
@@ -29,6 +28,7 @@ from factorpack.format.untrusted_json import (
 )
 from factorpack.kinds import KINDS
 from factorpack.kinds.base import PartSpec, Specs
+from factorpack.quantize.mantissas import FLOAT_TYPES
 from factorpack.quantize.trellis import MEMORY
 from factorpack.quantize.uniform import MAX_STORED_BITS, code_dtype
 from factorpack.record import DTYPES, dtype_name

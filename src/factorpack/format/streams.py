@@ -13,10 +13,10 @@ from factorpack.format import entropy, float_stream, trellis_stream
 from factorpack.format.bitpack import bit_string_bytes, pack, unpack
 from factorpack.format.chunks import FEWEST
 from factorpack.format.encode_workers import EncodeCodes, encode_codes
-from factorpack.format.float_stream import FLOAT_TYPES
 from factorpack.format.symbols import Codes
 from factorpack.kinds import KINDS
 from factorpack.kinds.base import PartSpec
+from factorpack.quantize.mantissas import FLOAT_TYPES
 from factorpack.quantize.uniform import code_range
 from factorpack.record import Encoded
 
