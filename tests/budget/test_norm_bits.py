@@ -180,6 +180,8 @@ def test_trained_values_keep_the_bits_of_rounded_ones():
     assert used_bits(round_as(trained, round_mantissas(seeded(40), 6, torch.float16))) == 6
     for stored in (torch.ones(40).half(), seeded(40).half(), torch.ones(8).half() * 1.0625):
         assert_same_tensor(round_as(trained[: len(stored)], stored), trained[: len(stored)])
+    wide, random = seeded(40, seed=1), round_mantissas(seeded(40), 22, torch.float32)
+    assert_same_tensor(round_as(wide, random), wide)
 
 
 def test_training_does_not_lengthen_rounded_norms():

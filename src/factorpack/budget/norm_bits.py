@@ -47,10 +47,12 @@ def choose_norm_bits(values: int, weights: int, max_bytes: int, is_calibrated: b
 def round_as(kept: Tensor, stored: Tensor) -> Tensor:
     """Trained values in the type of the stored ones, with no more bits of mantissa where those were rounded.
 
-    Values that a person could have chosen, such as a norm's first ones, do not count as rounded.
+    Values that a person could have chosen, such as a norm's first ones, do not count as rounded, nor do random
+    numbers of 22 bits.
     """
     kind = FLOAT_TYPES.get(stored.dtype)
     if kind is None or len(stored) < FEWEST_ROUNDED:
         return kept
     bits = used_bits(stored)
-    return round_mantissas(kept, bits, stored.dtype) if FEWEST_BITS <= bits < kind.mantissa_bits else kept
+    is_rounded = FEWEST_BITS <= bits <= MOST_BITS and bits < kind.mantissa_bits
+    return round_mantissas(kept, bits, stored.dtype) if is_rounded else kept
