@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from factorpack.budget.norm_bits import MOST_BITS
 from factorpack.calibration.calibrate import Calibration
 from factorpack.calibration.synthetic import Synthetic
 from factorpack.engine import Engine
@@ -44,7 +45,9 @@ class Planner:
     correct_variances: bool = True
     """Output variances corrected in the norms that follow, where means are."""
     fold_norms: bool = True
-    """Batch norms as two FP16 values per channel; without it they are kept, and can be trained."""
+    """Batch norms as two values per channel; without it they are kept, and can be trained."""
+    norm_bits: int | None = None
+    """Bits of mantissa of norms and biases, 1 to 10. None: as many as the size makes worth their bytes. 0: FP16."""
     price: float = 0.08
     """What a bit is worth, in squared steps: less than theory's ln 2 / 6, chosen on training images."""
     damping: float = 0.1
@@ -57,6 +60,10 @@ class Planner:
         check_type("samples", self.samples, int)
         if self.trellis is not None:
             check_trellis(self.trellis)
+        if self.norm_bits is not None:
+            check_type("norm_bits", self.norm_bits, int)
+            if not 0 <= self.norm_bits <= MOST_BITS:
+                raise PlanError(f"norm_bits is {self.norm_bits}, expected 0 to {MOST_BITS}")
         if self.samples < 1 or not self.price >= 0 or not self.damping > 0:
             raise PlanError(
                 f"samples {self.samples}, price {self.price}, damping {self.damping}: "
