@@ -81,7 +81,10 @@ def size_model(name: str, ratio: float) -> dict[str, Any]:
     try:
         with TemporaryDirectory() as folder:
             path = Path(folder) / "model.safetensors"
-            fp.save(fp.compress(checkpoint(name), ratio=ratio, progress=False), path)
+            fp.save(
+                fp.compress(checkpoint(name), ratio=ratio, planner=fp.Planner(trellis=0), progress=False),
+                path,
+            )
             packed = fp.load(path)
             stored = {line.name: line.stored_bytes for line in packed.size().tensors}
             started = time.perf_counter()
