@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -160,7 +162,11 @@ def request() -> BudgetRequest:
 
 
 def test_a_size_that_only_fewer_bits_meet_has_them():
-    tensors = split_tensors(request())
+    few = {
+        "weight": seeded(64, 512),
+        "bias": seeded(64),
+    }  # 5 bits at any size that leaves nothing for weights
+    tensors = split_tensors(replace(request(), source=open_source(few)))
     wide, narrow = tensors.for_bytes(1 << 20), tensors.for_bytes(0)
     assert (wide.norm_bits, narrow.norm_bits) == (MOST_BITS, FEWEST_BITS)
     assert narrow.smallest_bytes < wide.smallest_bytes
