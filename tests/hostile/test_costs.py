@@ -247,11 +247,11 @@ class TestCodes:
         assert found < 16 * columns + 8 * MEGABYTE
 
     @pytest.mark.parametrize("dtype", FLOAT_TYPES)
-    def test_floats_take_24_bytes_per_element(self, dtype: torch.dtype) -> None:
+    def test_floats_take_16_bytes_per_element(self, dtype: torch.dtype) -> None:
         count, kind = 1 << 18, FLOAT_TYPES[dtype]
         mantissas = bytes(count * kind.mantissa_bits // 8)
         data = bytes([kind.mantissa_bits, 9]) + costly.ans_of(3) + mantissas
-        assert peak_bytes(lambda: float_stream.decode(data, count, kind)) < 24 * count + len(data) + MEGABYTE
+        assert peak_bytes(lambda: float_stream.decode(data, count, kind)) < 16 * count + len(data) + MEGABYTE
 
     def test_many_large_tables_take_little(self) -> None:
         """Sixty tables of 8,192 symbols take a bit per symbol in the file, and once took 57 bytes in memory."""

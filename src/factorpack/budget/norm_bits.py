@@ -12,7 +12,7 @@ from factorpack.quantize.mantissas import FEWEST_ROUNDED, FLOAT_TYPES, round_man
 FEWEST_BITS, MOST_BITS = 4, 10
 """Fewer cost more than they save at any size; FP16 has no more."""
 NORM_PARTS = ("weight", "bias", "running_mean", "running_var")
-MORE_BITS = {False: 0.65, True: 1.4}
+MORE_BITS = {False: 0.2, True: 1.4}
 """Bits of mantissa beyond those that follow from bits per weight, without and with calibration data, which make a
 bit worth more. Chosen on training images: docs/method.md has the table."""
 
