@@ -14,6 +14,7 @@ from rich.table import Table
 from factorpack.commands.console import print_json, print_line, print_table
 from factorpack.commands.engines import engine_of
 from factorpack.commands.options import BatchSize, EngineName, ImageSize, Json, Model, Samples, Workers
+from factorpack.commands.shared_options import shows_bar
 from factorpack.comparison.baselines import BASELINES, PEERS, PLANNED
 from factorpack.comparison.figure import pareto, save_figure
 from factorpack.comparison.point import Point
@@ -94,7 +95,7 @@ def compare(
         image_size,
         workers,
     )
-    points, original = request.run(engine_of(engine, engine_workers), progress=not as_json)
+    points, original = request.run(engine_of(engine, engine_workers), progress=shows_bar(as_json))
     document = {"original": original, "points": [asdict(point) for point in points]}
     _write(output / "compare.json", json.dumps(document, indent=1))
     _write(output / "compare.md", markdown(points))

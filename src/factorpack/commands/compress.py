@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from factorpack.commands.compress_request import CompressRequest, calibration_of
+from factorpack.commands.compress_story import conclude, introduce, next_command
 from factorpack.commands.console import print_json, print_line
 from factorpack.commands.engines import engine_of
 from factorpack.commands.method_options import MethodOptions
@@ -35,6 +36,7 @@ from factorpack.commands.options import (
     Sparsity,
     Stream,
 )
+from factorpack.commands.shared_options import shows_bar
 from factorpack.report.text import size_json, size_summary
 
 
@@ -159,17 +161,26 @@ def compress(
     )
     request.check_outputs(output)
     request.check()
+    found = request.open()
+    request = request.with_recipe(found, quiet=as_json)
     if not as_json:
         request.advise()
-    _run(request.with_recipe(quiet=as_json), output, as_json)
+        for line in introduce(request, found):
+            print_line(line)
+    del found
+    _run(request, output, as_json)
 
 
 def _run(request: CompressRequest, output: Path, as_json: bool) -> None:
     started = time.perf_counter()
-    report = request.run(output, progress=not as_json).size()
+    packed = request.run(output, progress=shows_bar(as_json))
+    report = packed.size()
     seconds = time.perf_counter() - started
     if as_json:
         found = {"path": str(output), "seconds": seconds, "recipe": request.recipe}
-        print_json({**found, **size_json(report)})
-    else:
-        print_line(f"{output}: {size_summary(report)}, in {seconds:.1f} s")
+        then = {"estimated_loss": packed.estimated_loss, "next": next_command(request, packed)}
+        print_json({**found, **then, **size_json(report)})
+        return
+    print_line(f"{output}: {size_summary(report)}, in {seconds:.1f} s")
+    for line in conclude(request, packed):
+        print_line(line)

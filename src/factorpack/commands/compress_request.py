@@ -26,7 +26,7 @@ from factorpack.model_reference import import_model
 from factorpack.packed import Packed
 from factorpack.per_tensor import parts_folder
 from factorpack.planning.families import AUTO, DEFAULT_METHOD, NONE, named_recipe, recipe_file
-from factorpack.source import open_source
+from factorpack.source import Source, open_source
 from factorpack.tune.images import unlabelled_batches
 from factorpack.tune.models import default_device, load_weights
 
@@ -135,16 +135,20 @@ class CompressRequest:
         folder = open_folder(self.source)
         return folder.library == "transformers" and folder.architecture.endswith(_CAUSAL)
 
-    def with_recipe(self, quiet: bool = False) -> CompressRequest:
+    def with_recipe(self, source: Source, quiet: bool = False) -> CompressRequest:
         """The request with the recipe it will follow, by name; one that nobody named is announced."""
         if self.method.given:
             return replace(self, recipe=None)
         # With calibration, what matters in this very model is measured: no family's habits are needed.
         wanted = self.recipe or (NONE if self.calibration is not None else AUTO)
-        found = named_recipe(wanted, open_source(self.source, self.key), DEFAULT_METHOD)
+        found = named_recipe(wanted, source, DEFAULT_METHOD)
         if found is not None and self.recipe is None and not quiet:
             print_line(f"recipe {found[0]}: {found[1].about} (--recipe none goes without)")
         return replace(self, recipe=None if found is None else found[0])
+
+    def open(self) -> Source:
+        """What is to be compressed."""
+        return open_source(self.source, self.key)
 
     def preview(self) -> Preview:
         """What `run` would come to."""

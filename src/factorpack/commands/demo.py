@@ -16,6 +16,7 @@ from torch import nn
 
 from factorpack.commands.console import print_json, print_line, print_table
 from factorpack.commands.options import Json
+from factorpack.commands.shared_options import shows_bar
 from factorpack.comparison import PLANNED, Point, compare
 from factorpack.comparison.figure import pareto
 from factorpack.digits import EPOCHS, Split, accuracy, digits, train_net
@@ -55,7 +56,7 @@ def demo(
     images, with each file saved and loaded again. Needs no download and no GPU, and takes less than two minutes.
     The files, and a figure, stay in the folder.
     """
-    done = run_demo(folder, progress=not as_json)
+    done = run_demo(folder, progress=shows_bar(as_json))
     if as_json:
         print_json(_document(done))
     else:

@@ -16,6 +16,7 @@ from torch import nn
 from factorpack.commands.console import print_json, print_line
 from factorpack.commands.image_data import ImageData, accuracy_text
 from factorpack.commands.options import BatchSize, Data, ImageSize, Json, Model, Output, Workers
+from factorpack.commands.shared_options import shows_bar
 from factorpack.compression import compress
 from factorpack.errors import PlanError
 from factorpack.format.container import check_target, is_packed
@@ -204,7 +205,7 @@ def finetune(
     state = checkpoint or output.parent / f"{output.name}.checkpoint"
     images = ImageData(data, batch_size, image_size, workers)
     request = FinetuneRequest(source, model, images, output, recipe, teacher, given, state, checkpoint_every)
-    tuned = request.run(progress=not as_json)
+    tuned = request.run(progress=shows_bar(as_json))
     if tuned is not None:
         _print_result(request, tuned.tuned, as_json)
 
@@ -216,7 +217,7 @@ def _print_result(request: FinetuneRequest, tuned: Tuned | None, as_json: bool) 
     found: Accuracy | None = None
     if request.images.has_validation:
         net = packed.load_into(import_model(request.model)).to(default_device())
-        found = measure(net, request.images.validation(), progress=not as_json)
+        found = measure(net, request.images.validation(), progress=shows_bar(as_json))
     if as_json:
         sizes = {"file_bytes": report.file_bytes, "file_ratio": report.file_ratio}
         accuracy = asdict(found) if found else None

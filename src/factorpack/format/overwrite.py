@@ -40,7 +40,9 @@ def _shard_names(index: Path) -> set[str]:
     """The shards that an index names; none where it is damaged, which its reader reports."""
     try:
         return {
-            name for name in json.loads(index.read_text())["weight_map"].values() if isinstance(name, str)
+            name
+            for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            if isinstance(name, str)
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return set()
