@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from factorpack.batches import evaluating, forward
 from factorpack.decoding import decode
 from factorpack.errors import PlanError, SourceError, WeightError
-from factorpack.format.container import Reader, write_plain
+from factorpack.format.container import Reader, check_target, write_plain
 from factorpack.format.encode_ahead import Streams
 from factorpack.format.overwrite import check_output
 from factorpack.format.packed_file import write_packed
 from factorpack.format.read_ahead import read_ahead
 from factorpack.progress import Progress, ProgressOption
 from factorpack.record import DTYPES, Encoded
-from factorpack.runtime.apply import Applied, Mode, apply
 from factorpack.size import SizeReport, size_report
 
 if TYPE_CHECKING:
     from factorpack.budget.curves import Curve
+    from factorpack.runtime.apply import Applied, Mode
     from factorpack.tune.best import Tuned
 
 
@@ -100,6 +100,7 @@ class Packed(Mapping[str, Encoded]):
         if dtype is not None and not dtype.is_floating_point:
             raise PlanError(f"dtype is {dtype}, expected a floating point type")
         check_output(Path(path), self.path)
+        check_target(Path(path))
         shapes, names = self.shapes(), self._names()
         ordered = {name: shapes[name] for own in names.values() for name in own}
         if dtype is not None:
@@ -146,6 +147,8 @@ class Packed(Mapping[str, Encoded]):
 
         >>> print(packed.apply(model, "auto", example=batch))  # doctest: +SKIP
         """
+        from factorpack.runtime.apply import apply  # whoever only reads does without
+
         self._check_fits(model)
         run = None if example is None else partial(_run_once, model, example)
         return apply(model, self._in_order(), self.aliases, mode, run, slack)

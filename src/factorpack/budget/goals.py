@@ -30,6 +30,7 @@ from factorpack.record import Encoded
 from factorpack.size import fp32_bytes
 from factorpack.source import Source
 
+LARGEST_RATIO = 1e6
 FIRST_RATIO, RATIOS, LOSS_TRIES = 16.0, (2.0, 128.0), 5
 
 
@@ -134,8 +135,12 @@ def budget_bytes(source: Source, ratio: float | None, max_bytes: int | None = No
     """`max_bytes` where it is given, else bytes of a file `ratio` times smaller than the checkpoint in FP32."""
     if max_bytes is not None:
         return max_bytes
-    if not isinstance(ratio, int | float) or not 1 < ratio < 1e6:
-        raise PlanError(f"ratio is {ratio!r}, expected a number above 1", found=ratio, allowed=1)
+    if not isinstance(ratio, int | float) or not 1 < ratio < LARGEST_RATIO:
+        raise PlanError(
+            f"ratio is {ratio!r}, expected a number above 1 and below {LARGEST_RATIO:,.0f}",
+            found=ratio,
+            allowed=[1, LARGEST_RATIO],
+        )
     return int(original_bytes(source) / ratio)
 
 

@@ -76,8 +76,14 @@ class LazyGroup(TyperGroup):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        with _printable_messages():
-            return super().invoke(ctx)
+        try:
+            with _printable_messages():
+                return super().invoke(ctx)
+        except KeyboardInterrupt:
+            from factorpack.commands.console import print_note
+
+            print_note("interrupted")
+            sys.exit(130)  # as a shell says it, whatever the parser's version
 
 
 @contextmanager
@@ -91,7 +97,7 @@ def _printable_messages() -> Iterator[None]:
             if _wants_json():
                 from factorpack.commands.console import print_json_error
 
-                print_json_error("UsageError", error.message)  # type: ignore[attr-defined]
+                print_json_error("UsageError", str(error.format_message()))  # type: ignore[attr-defined]
         raise
 
 

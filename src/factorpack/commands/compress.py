@@ -10,7 +10,7 @@ import typer
 
 from factorpack.commands.compress_request import CompressRequest, calibration_of
 from factorpack.commands.compress_story import conclude, introduce, next_command
-from factorpack.commands.console import print_json, print_line
+from factorpack.commands.console import print_json, print_line, print_note
 from factorpack.commands.engines import engine_of
 from factorpack.commands.method_options import MethodOptions
 from factorpack.commands.options import (
@@ -37,6 +37,7 @@ from factorpack.commands.options import (
     Stream,
 )
 from factorpack.commands.shared_options import shows_bar
+from factorpack.per_tensor import parts_folder
 from factorpack.report.text import size_json, size_summary
 
 
@@ -173,7 +174,12 @@ def compress(
 
 def _run(request: CompressRequest, output: Path, as_json: bool) -> None:
     started = time.perf_counter()
-    packed = request.run(output, progress=shows_bar(as_json))
+    try:
+        packed = request.run(output, progress=shows_bar(as_json))
+    except KeyboardInterrupt:
+        if parts_folder(output).is_dir():
+            print_note(f"what is finished is in {parts_folder(output)}: the same command resumes from there")
+        raise
     report = packed.size()
     seconds = time.perf_counter() - started
     if as_json:

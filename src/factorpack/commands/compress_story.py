@@ -31,7 +31,8 @@ def introduce(request: CompressRequest, source: Source) -> Iterator[str]:
     numel = sum(entry.numel for entry in source.entries.values())
     held = sum(entry.numel * entry.dtype.itemsize for entry in source.entries.values())
     count = len(source.entries)
-    yield f"{request.source}: {_millions(numel)} parameters in {count} tensors, {human_bytes(held)}"
+    tensors = f"{count} {'tensor' if count == 1 else 'tensors'}"
+    yield f"{request.source}: {_millions(numel)} parameters in {tensors}, {human_bytes(held)}"
     yield f"{_goal(request, source)}, {_calibrated_on(request)}, {_where(request)}{_duration(request, source)}"
 
 

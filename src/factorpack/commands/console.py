@@ -17,8 +17,14 @@ from rich.text import Text
 from factorpack.commands.shared_options import is_quiet
 from factorpack.printable import printable
 
-# A pipe has no width: 80 columns would fold every line of a table.
-console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 180)
+
+def _width() -> int | None:
+    """A pipe has no width: 80 columns would fold every line of a table."""
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None where it is closed
+    return None if is_terminal else 180
+
+
+console = Console(highlight=False, markup=False, emoji=False, width=_width())
 error_console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 

@@ -21,6 +21,7 @@ from factorpack.comparison import PLANNED, Point, compare
 from factorpack.comparison.figure import pareto
 from factorpack.digits import EPOCHS, Split, accuracy, digits, train_net
 from factorpack.format.atomic import rename, scratch_folder
+from factorpack.format.overwrite import make_folder
 
 RATIOS = (8, 11, 16, 32, 64)
 """Rounding has a file at the first three, of 4, 3 and 2 bits."""
@@ -72,8 +73,8 @@ def run_demo(
 ) -> Demo:
     """Trains the net, writes a packed file per method and ratio to `folder`, and measures each of them."""
     train, test = digits()
+    make_folder(folder)
     model = train_net(train, quiet=not progress, epochs=epochs)
-    folder.mkdir(parents=True, exist_ok=True)
     # Beside the files of an earlier demo: compare would resume from its points.
     with scratch_folder(folder / "demo") as scratch:
         torch.save(model.state_dict(), scratch / CHECKPOINT)

@@ -128,8 +128,10 @@ def _split(pair: str) -> tuple[str, str]:
 def _check_known(key: str, method: str, known: Mapping[str, Setting]) -> None:
     if key not in known:
         listed = ", ".join(map(str, known.values()))
+        others = [name for name in METHODS if key in known_settings(name)]
+        hint = f" ({key} is a setting of {', '.join(others)}: name one with --method)" if others else ""
         raise PlanError(
-            f"unknown setting {key!r} for method {method!r}, known are {listed}",
+            f"unknown setting {key!r} for method {method!r}, known are {listed}{hint}",
             found=key,
             allowed=list(known),
         )

@@ -20,7 +20,7 @@ from factorpack.comparison.point import Point, files_of
 from factorpack.engine import Engine, Task, run_tasks
 from factorpack.errors import PlanError
 from factorpack.format.locks import locked
-from factorpack.format.overwrite import check_output
+from factorpack.format.overwrite import check_output, make_folder
 from factorpack.model_reference import import_model
 from factorpack.per_tensor import BASE_BYTES
 from factorpack.progress import Showing
@@ -65,7 +65,7 @@ class Request:
             check_output(self.output / written, self.source, self.calibration, self.data)
         grid = self.grid(progress)
         grid.check()
-        self.output.mkdir(parents=True, exist_ok=True)
+        make_folder(self.output)
         with locked(self.output / "compare.json"):
             if engine is not None:
                 for _ in run_tasks(engine, self.tasks(), "comparing", progress):

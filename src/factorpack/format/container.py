@@ -188,6 +188,10 @@ class Reader(Mapping[str, Encoded]):
         self.path = Path(path)
         self._file = SafetensorsFile(self.path)
         self.file_bytes = self._file.bytes
+        if METADATA_KEY not in self._file.metadata:
+            raise FormatError(
+                f"{self.path} is not a packed file: it holds plain weights, which `factorpack compress` packs"
+            )
         if set(self._file.metadata) != {METADATA_KEY}:
             raise FormatError(
                 f"{self.path} is not a packed file: its metadata holds {short(sorted(self._file.metadata))}, "

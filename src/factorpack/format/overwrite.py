@@ -1,4 +1,4 @@
-"""Refuses to overwrite a file that is being read."""
+"""Where results go: never over a file that is being read."""
 
 from __future__ import annotations
 
@@ -24,6 +24,16 @@ def check_output(output: Path, *inputs: str | Path | None) -> None:
         for file in _files_of(Path(given)) if given is not None else ():
             if os.path.samefile(output, file):
                 raise PlanError(f"{output} is read by this command ({file}): choose another file to write")
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder to write into, and those it is in; SourceError where a file has its name."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise SourceError(
+            f"{folder} cannot be a folder: a file has its name, or that of one it is in"
+        ) from error
 
 
 def _files_of(path: Path) -> Iterator[Path]:
