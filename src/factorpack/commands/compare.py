@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -99,15 +100,19 @@ def compare(
     document = {"original": original, "points": [asdict(point) for point in points]}
     _write(output / "compare.json", json.dumps(document, indent=1))
     _write(output / "compare.md", markdown(points))
-    if original:
+    draws = find_spec("matplotlib") is not None
+    if original and draws:
         save_figure(pareto(points, original["top1"]), output / "compare.png")
     if as_json:
         print_json(document)
         return
     print_table(_table(points))
+    if original and not draws:
+        print_line(NO_FIGURE)
     print_line(f"{output}: {len(points)} points" + (f", original {original['top1']:.2%}" if original else ""))
 
 
+NO_FIGURE = "No figure was drawn: that needs matplotlib (pip install 'factorpack[plots]')."
 HEAD = ("method", "asked", "file ratio", "bytes", "weight error", "top-1", "compress, s", "settings")
 
 

@@ -31,7 +31,7 @@ from factorpack.tune.accuracy import Accuracy
 from factorpack.tune.accuracy import evaluate as measure
 from factorpack.tune.best import Tuned
 from factorpack.tune.models import default_device, load_weights
-from factorpack.tune.processes import is_main_process
+from factorpack.tune.processes import is_main_process, require_accelerate
 from factorpack.tune.schedule import Schedule
 from factorpack.tune.training import finetune as tune
 
@@ -52,7 +52,8 @@ class FinetuneRequest:
     checkpoint_every: int
 
     def check(self) -> None:
-        """Refuses outputs that cannot be written or would replace an input."""
+        """Refuses outputs that cannot be written or would replace an input, and to begin what could not go on."""
+        require_accelerate()
         for target in (self.output, self.checkpoint):
             check_target(target)
             check_output(target, self.source, self.teacher, self.recipe, self.images.folder)
