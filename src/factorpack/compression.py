@@ -96,6 +96,9 @@ def compress(
     refinement weight by weight; this process runs the layers in order and codes them. On a CPU the file is
     the one that a single process with one thread makes, where this process has one thread.
 
+    `progress` shows one bar for the whole job, on a terminal or in a notebook. A function in its place is called
+    with each `factorpack.progress.ProgressUpdate`.
+
     What a budget or an engine has finished waits in the folder `to`.parts. If the call is killed, the same
     call resumes from there, and on a CPU with as many threads it ends in the same bytes.
 

@@ -148,7 +148,7 @@ def exit_on_sigterm() -> None:
 
 
 class _Notes(logging.Handler):
-    """Prints what the library says about the files it reads."""
+    """Prints what the library says about what it reads and does."""
 
     def emit(self, record: logging.LogRecord) -> None:
         from factorpack.commands.console import print_note
@@ -158,7 +158,7 @@ class _Notes(logging.Handler):
 
 @contextmanager
 def _printed_notes() -> Iterator[None]:
-    logger, handler = logging.getLogger("factorpack.source"), _Notes()
+    logger, handler = logging.getLogger("factorpack"), _Notes()
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
