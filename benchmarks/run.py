@@ -39,6 +39,7 @@ STUDIES = {
     "onnx": "benchmarks.studies.onnx",
     "runtime": "benchmarks.studies.runtime",
     "kernels": "benchmarks.studies.kernels",
+    "resident": "benchmarks.studies.resident",
     "overhead": "benchmarks.studies.overhead",
     "sentences": "benchmarks.studies.sentences",
     "scale": "benchmarks.studies.scale",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import factorpack as fp
 from benchmarks.zoo import resnet18
+from factorpack.quantize.mantissas import round_mantissas
 from factorpack.record import Encoded
 from factorpack.size import ITEMS, fixed_bits, size_report, words
 from factorpack.weight import Weight
@@ -119,6 +120,17 @@ def test_a_small_report_by_hand() -> None:
     assert lines["bn.weight"].note == "vector"
 
 
+def test_rounded_values_in_words() -> None:
+    rounded = round_mantissas(seeded(16), 6, torch.float16)
+    for values, said in (
+        (rounded, "kept as float16, 6 bits of mantissa"),
+        (rounded[:15], "kept as float16"),  # so few may be so by chance
+        (seeded(16).half(), "kept as float16"),
+        (torch.ones(16), "kept as float32"),
+    ):
+        assert words(Encoded("keep", tuple(values.shape), torch.float32, {"values": values})) == said
+
+
 def test_a_saved_report_sums_to_the_file(tmp_path: Path) -> None:
     packed = fp.compress(STATE, fp.Scalar(4))
     fp.save(packed, tmp_path / "a.safetensors")
@@ -127,7 +139,8 @@ def test_a_saved_report_sums_to_the_file(tmp_path: Path) -> None:
         assert report.file_ratio == 348 / report.file_bytes
         assert sum(line.bytes for line in report.tensors) == report.file_bytes
         kept = {line.name: line.stored_bytes["values"] for line in report.tensors if line.kind == "keep"}  # type: ignore[index]
-        assert kept == {name: STATE[name].nbytes for name in STATE if name != "conv.weight"}
+        ones = dict.fromkeys(("bn.weight", "bn.running_mean", "bn.running_var"), 7)  # by the codec of floats
+        assert kept == ones | {"bn.num_batches_tracked": 8, "half": 6}
         assert all(set(line.stored_bytes or {}) == set(ITEMS) for line in report.tensors)
 
 

@@ -24,7 +24,6 @@ from factorpack.source import open_source
 PREPARE = {"efficientnet_lite0": centred}
 TITLES = {**MODELS, "efficientnet_lite0": "EfficientNet-Lite0"}
 STUDY = "weights_alone"
-TRELLIS = 8
 HEAD = ["NNCodec, bytes", "ours, bytes", "NNCodec, top-1", "ours, top-1", "NNCodec, KL", "ours, KL"]
 Row = dict[str, Any]
 
@@ -32,7 +31,7 @@ Row = dict[str, Any]
 def run(model: str, qps: list[float], tuned_qps: list[float], best: bool = False) -> dict[str, Any]:
     """NNCodec with its own defaults at `qps`, and at its best settings at `tuned_qps`.
 
-    With `best` ours gets the model, to fold its norms as NNCodec's best settings do, and a trellis.
+    With `best` ours gets the model, to fold its norms as NNCodec's best settings do.
 
     Its points are taken from the stored result where that has them, so that ours alone can be run again,
     without its package. Remove the result to make them again.
@@ -92,11 +91,10 @@ class _Judge:
 
     def measure_ours(self, max_bytes: int, best: bool) -> dict[str, float]:
         source = self.net if best else self.original
-        planner = fp.Planner(trellis=TRELLIS if best else 0)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "packed.safetensors"
             started = time.perf_counter()
-            fp.save(fp.compress(source, max_bytes=max_bytes, planner=planner, progress=False), path)
+            fp.save(fp.compress(source, max_bytes=max_bytes, progress=False), path)
             seconds = time.perf_counter() - started
             return self.measure(dict(fp.load(path).state_dict()), path.stat().st_size, seconds)
 

@@ -13,7 +13,7 @@ import factorpack as fp
 from factorpack.decoding import decode
 from factorpack.engine import Engine, Local, Outcome, Task
 from factorpack.errors import PlanError
-from tests.helpers import compress_to, relative_error, seeded
+from tests.helpers import assert_same_encoded, compress_to, relative_error, seeded
 from tests.test_per_tensor import Here
 
 
@@ -61,6 +61,16 @@ def test_it_is_as_close_as_one_process_comes(checkpoint: Path, tmp_path: Path) -
         )
     alone, spread = errors
     assert spread == pytest.approx(alone, rel=0.05)
+
+
+@pytest.mark.parametrize("planner", [None, fp.Planner(norm_bits=4)])
+def test_biases_are_rounded_as_by_one_process(
+    planner: fp.Planner | None, checkpoint: Path, tmp_path: Path
+) -> None:
+    settings = {"max_bytes": 20_000, "planner": planner}
+    packed = [compress(tmp_path / f"{each}", checkpoint, each, **settings) for each in (None, Here())]
+    assert_same_encoded(packed[0]["bias"], packed[1]["bias"])
+    assert not torch.equal(packed[0]["bias"].parts["values"], state()["bias"].half())
 
 
 def test_the_bytes_are_the_same_for_any_number_of_workers(checkpoint: Path, tmp_path: Path) -> None:

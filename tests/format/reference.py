@@ -226,6 +226,33 @@ def walk(indices: list[list[int]], segment: int, states: int) -> list[list[int]]
     return levels
 
 
+FLOATS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 23)}
+"""Bits of exponent and mantissa."""
+
+
+def floats_decode(data: bytes, count: int, kind: str) -> bytes:
+    """The little-endian bytes of floats: signs and exponents first, then mantissas."""
+    exponent_bits, mantissa_bits = FLOATS[kind]
+    used, highest = data[0], data[1]
+    assert used <= mantissa_bits
+    widths = [min(16, used - start) for start in range(0, used, 16)]
+    at = len(data) - sum((count * width + 7) // 8 for width in widths)
+    (codes,) = ans_decode(data[2:at], 1, count)
+    mantissas, place = [0] * count, mantissa_bits - used
+    for width in widths:
+        end = at + (count * width + 7) // 8
+        for i, bits in enumerate(unpack_bits(data[at:end], count, width)):
+            mantissas[i] |= bits << place
+        at, place = end, place + width
+    found = b""
+    for code, mantissa in zip(codes, mantissas, strict=True):
+        below, sign = (code, 0) if code >= 0 else (-code - 1, 1)
+        assert below <= highest < 1 << exponent_bits
+        bits = (sign << exponent_bits | highest - below) << mantissa_bits | mantissa
+        found += bits.to_bytes((1 + exponent_bits + mantissa_bits) // 8, "little")
+    return found
+
+
 def from_view(view: list[list[int]], split: int, rows: int) -> list[list[int]]:
     if not split:
         return view
@@ -297,6 +324,8 @@ def _read_parts(parts: dict[str, Any], stream: bytes, states: int) -> dict[str, 
         data, stream = stream[:size], stream[size:]
         if codec == "raw":
             found[name] = data
+        elif codec == "floats":
+            found[name] = floats_decode(data, prod(shape), kind)
         elif codec == "ans":
             found[name] = ans_decode(data, *shape)
         elif codec == "trellis":

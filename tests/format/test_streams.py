@@ -101,7 +101,9 @@ def test_raw_values_of_every_type_come_back_bit_for_bit(dtype: torch.dtype, data
     spec = PartSpec(shape, dtype)
     values = decode_part(RAW, stored, spec)
     assert (tuple(values.shape), values.dtype) == (shape, dtype)
-    assert encode_part(values, 0) == (RAW, stored)
+    codec, coded = encode_part(values, 0)
+    assert coded == stored if codec == RAW else len(coded) < size
+    assert raw(decode_part(codec, coded, spec)) == stored
     assert raw(values) == stored
     assert raw_size(spec) == size
 

@@ -12,13 +12,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from factorpack.format import chunks, entropy, trellis_stream
+from factorpack.format import chunks, entropy, streams, trellis_stream
 from factorpack.format.container import Writer
 from factorpack.record import Encoded
 
 GOLDEN = Path(__file__).with_name("golden.packed.safetensors")
 ALIASES = {"tied.weight": "fc.weight"}
 PATH, CHUNKED, CHUNKED_PATH = "path.weight", "chunked.weight", "chunked_path.weight"
+NORM, GAINS, BIASES = "norm.weight", "norm.gains", "norm.bias"
 
 
 def hashed(index: int, salt: int) -> int:
@@ -61,6 +62,7 @@ def tensors() -> dict[str, Encoded]:
         CHUNKED: _chunked(),
         "independent_path.weight": _path(),
         CHUNKED_PATH: _path(),
+        **_floats(),
     }
 
 
@@ -188,6 +190,22 @@ def _kept() -> dict[str, Encoded]:
     }
 
 
+def _floats() -> dict[str, Encoded]:
+    """Floats of every type whose mantissas end in no zeros, in four and in one, and all that is odd about floats."""
+    signs = [1 - 2 * (hashed(i, 17) % 2) for i in range(70)]
+    whole = [(hashed(i, 18) * 128 + hashed(i, 19) % 128) | 1 << 23 for i in range(70)]
+    fp32 = torch.tensor([sign * each / 2**24 for sign, each in zip(signs, whole, strict=True)])
+    few = torch.tensor([(64 + hashed(i, 20) % 64) / 2.0 ** (7 + i % 5) for i in range(70)]).half()
+    odd = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 2.0**-20, -(2.0**-15)]
+    few[::10] = torch.tensor(odd).half()
+    bf16 = torch.tensor([sign * (64 + hashed(i, 21) % 64) / 2**6 for i, sign in enumerate(signs)]).bfloat16()
+    values = {NORM: few.reshape(7, 10), GAINS: fp32, BIASES: bf16}
+    return {
+        name: Encoded("keep", tuple(value.shape), torch.float32, {"values": value})
+        for name, value in values.items()
+    }
+
+
 def _constants() -> dict[str, Encoded]:
     """One value everywhere: a count, and a vector so long that filler is needed."""
     count, floor = torch.tensor([7]), torch.tensor([-float("inf")]).half()
@@ -236,10 +254,13 @@ def write(path: Path) -> None:
             few = 1 if is_chunked else chunks.FEWEST
             margin = 2.0 if is_chunked else entropy._CHUNK_MARGIN
             least = -1.0 if name in (PATH, CHUNKED_PATH) else trellis_stream._MARGIN
+            # Floats were raw when the other tensors were made.
+            most = streams._MOST_FLOATS if name in (NORM, GAINS, BIASES) else 0
             with (
                 patch.object(chunks, "FEWEST", few),
                 patch.object(entropy, "_CHUNK_MARGIN", margin),
                 patch.object(trellis_stream, "_MARGIN", least),
+                patch.object(streams, "_MOST_FLOATS", most),
             ):
                 writer.add(name, encoded)
         for alias, target in ALIASES.items():

@@ -14,7 +14,7 @@ from factorpack.format.container import Reader
 from factorpack.packed import load
 from factorpack.record import DTYPES, Encoded
 from tests.format.reference import read_packed, weight_of
-from tests.golden.make import ALIASES, GOLDEN, tensors, write
+from tests.golden.make import ALIASES, BIASES, GAINS, GOLDEN, NORM, tensors, write
 from tests.helpers import assert_same_encoded, assert_same_tensor, raw
 from tests.tampered import compact, take_apart
 
@@ -69,7 +69,8 @@ def test_writer_writes_the_same_schema_and_data(tmp_path: Path):
 def test_every_oddity_is_in_it():
     document = take_apart(GOLDEN.read_bytes()).document
     rows = document["tensors"]
-    assert {part[0] for row in rows for part in row["parts"].values()} == {"raw", "packed", "ans", "trellis"}
+    codecs = {part[0] for row in rows for part in row["parts"].values()}
+    assert codecs == {"raw", "floats", "packed", "ans", "trellis"}
     assert {row["kind"] for row in rows} == {
         "factors",
         "spatial",
@@ -98,6 +99,14 @@ def test_every_oddity_of_the_entropy_coder_is_in_it():
     assert int.from_bytes(both[7:11], "little") == 24
     assert both[5] > 0
     assert both[6] > 0
+
+
+def test_floats_of_every_type_and_of_long_and_short_mantissas_are_in_it():
+    pieces = take_apart(GOLDEN.read_bytes())
+    used = {name: pieces.part(name, "values")[0] for name in (NORM, GAINS, BIASES)}
+    assert used == {NORM: 6, GAINS: 23, BIASES: 6}
+    assert pieces.row(GAINS)["parts"]["values"][1] == "float32"
+    assert pieces.row(BIASES)["parts"]["values"][1] == "bfloat16"
 
 
 def test_an_independent_reader_agrees():

@@ -16,10 +16,19 @@ from torch import Tensor
 import factorpack as fp
 import factorpack.packed as packed_module
 from factorpack.decoding import decode
-from factorpack.format import blocks, entropy, path_reader, schema, trellis_stream, untrusted_json
+from factorpack.format import (
+    blocks,
+    entropy,
+    float_stream,
+    path_reader,
+    schema,
+    trellis_stream,
+    untrusted_json,
+)
 from factorpack.format import frequency_tables as tables
 from factorpack.format.container import Reader
 from factorpack.hub.quantizer import _open_file
+from factorpack.quantize.mantissas import FLOAT_TYPES
 from factorpack.quantize.trellis import levels_of, machine
 from factorpack.record import Encoded
 from tests.helpers import assert_same_encoded, write_packed
@@ -236,6 +245,13 @@ class TestCodes:
         data = struct.pack("<BbBBB", 16, 0, 1, 0, 1) + table + coder.get_compressed().astype("<u4").tobytes()
         found = peak_bytes(lambda: entropy.decode(data, 1, columns))
         assert found < 16 * columns + 8 * MEGABYTE
+
+    @pytest.mark.parametrize("dtype", FLOAT_TYPES)
+    def test_floats_take_24_bytes_per_element(self, dtype: torch.dtype) -> None:
+        count, kind = 1 << 18, FLOAT_TYPES[dtype]
+        mantissas = bytes(count * kind.mantissa_bits // 8)
+        data = bytes([kind.mantissa_bits, 9]) + costly.ans_of(3) + mantissas
+        assert peak_bytes(lambda: float_stream.decode(data, count, kind)) < 24 * count + len(data) + MEGABYTE
 
     def test_many_large_tables_take_little(self) -> None:
         """Sixty tables of 8,192 symbols take a bit per symbol in the file, and once took 57 bytes in memory."""

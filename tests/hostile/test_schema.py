@@ -16,7 +16,7 @@ from factorpack.errors import FormatError
 from factorpack.format import schema as schemas
 from factorpack.format.container import Reader
 from factorpack.format.untrusted_json import most_text
-from tests.golden.make import GOLDEN
+from tests.golden.make import GOLDEN, NORM
 from tests.helpers import little_memory
 from tests.tampered import Pieces, compact, container_of, envelope_of, take_apart
 
@@ -200,6 +200,27 @@ PARTS: Cases = {
         part("fc.weight", "scale", (CODEC, "ans")),
         "fc.weight",
         "cannot hold 'float16'",
+    ),
+    "floats for codes": (
+        part("fc.weight", "codes", (CODEC, "floats")),
+        "fc.weight",
+        "codec 'floats' cannot hold 4",
+    ),
+    "floats for integers": (part("steps", "values", (CODEC, "floats")), "steps", "cannot hold 'int64'"),
+    "floats of a type they do not have": (
+        part(NORM, "values", (KIND, "float64")),
+        NORM,
+        "codec 'floats' cannot hold 'float64'",
+    ),
+    "no floats": (
+        part("empty", "values", (CODEC, "floats")),
+        "empty",
+        "0 bytes for a 'floats' part of shape (0, 3)",
+    ),
+    "too many floats": (
+        both(field(NORM, "shape", [1 << 17]), part(NORM, "values", (SHAPE, [1 << 17]))),
+        NORM,
+        "claims 131072 elements in 117 bytes, allowed are 1024 per byte",
     ),
     "0 bits": (part("zeros", "codes", (KIND, 0)), "zeros", "codec 'ans' cannot hold 0"),
     "1 bit": (part("zeros", "codes", (KIND, 1)), "zeros", "'codes' has 1 bits"),

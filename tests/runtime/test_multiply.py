@@ -104,9 +104,9 @@ def test_gradients_are_those_of_the_weight(scale: Tensor | None) -> None:
 
 def test_what_the_kernel_cannot_take_is_said_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "torch.float32, the kernel takes torch.float16" in why_no_kernel(seeded(1, 4))
-    monkeypatch.setattr(multiply, "_has_triton", lambda: False)
+    monkeypatch.setattr(multiply, "has_triton", lambda: False)
     assert "needs triton, which is not installed" in why_no_kernel(seeded(1, 4).half())
-    monkeypatch.setattr(multiply, "_has_triton", lambda: True)
+    monkeypatch.setattr(multiply, "has_triton", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     assert "compute capability 8.0, this one has 7.5" in why_no_kernel(seeded(1, 4).half())
@@ -116,7 +116,7 @@ def test_what_the_kernel_cannot_take_is_said_once_a_process(monkeypatch: pytest.
 
 def test_falling_back_warns_once_and_answers_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiply, "on_gpu", lambda _: True)
-    multiply._warn_once.cache_clear()
+    multiply.warn_once.cache_clear()
     codes, inputs = random_codes(4, 9, 40), seeded(2, 40)
     with pytest.warns(
         UserWarning, match="computed in plain torch, which is slower: inputs are torch.float32"
@@ -126,7 +126,7 @@ def test_falling_back_warns_once_and_answers_right(monkeypatch: pytest.MonkeyPat
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_same_tensor(multiply_codes(inputs, pack_rows(codes, 4), 4, None), found)
-    multiply._warn_once.cache_clear()
+    multiply.warn_once.cache_clear()
 
 
 class Unsuited(Exception):
@@ -140,7 +140,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     monkeypatch.setitem(sys.modules, "factorpack.runtime.multiply_triton", module)  # type: ignore[arg-type]
     monkeypatch.setattr(multiply, "on_gpu", lambda _: True)
     monkeypatch.setattr(multiply, "why_no_kernel", lambda _: "")
-    multiply._warn_once.cache_clear()
+    multiply.warn_once.cache_clear()
     return module
 
 

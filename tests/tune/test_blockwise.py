@@ -53,6 +53,7 @@ class Net(nn.Module):
         with_weights(self)
         for index, norm in enumerate(each for each in self.modules() if isinstance(each, nn.BatchNorm2d)):
             norm.weight.data.fill_(1.0)
+            norm.weight.data[::2] -= 2.0**-23  # as long in a file as any other values
             norm.running_mean.add_(0.1 * seeded(16, seed=index))  # type: ignore[union-attr]
 
     def forward(self, images: Tensor) -> Tensor:

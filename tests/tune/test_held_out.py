@@ -17,6 +17,7 @@ from factorpack.format.packed_file import file_bytes
 from factorpack.tune import planned_start
 from factorpack.tune.held_out import hold_out
 from factorpack.tune.objective import distillation
+from factorpack.tune.steer import finish_packed
 from tests.helpers import assert_same_encoded, seeded
 from tests.tune.small_net import METHOD, Shaken, loader, perceptron, points, with_weights
 
@@ -301,7 +302,7 @@ def test_a_target_size_starts_from_its_plan_and_is_never_worse(tmp_path: Path) -
 def test_the_plan_is_the_result_where_training_does_not_help() -> None:
     with pytest.warns(UserWarning, match=NOTHING):
         packed = shrink(learning_rate=3.0)
-    assert_same_packed(packed, planned())
+    assert_same_packed(packed, finish_packed(dict(planned()), planned().aliases, None))
 
 
 def test_without_the_original_the_file_itself_is_planned() -> None:

@@ -13,7 +13,8 @@ DONOR = GOLDEN.read_bytes()
 JUNK: tuple[object, ...] = (
     *(None, True, "", "\ud800", "\x1b[2J", "a" * 300, "../..", [], {}, [[]], {"": {}}),
     *(-1, 0, 8, 1.5, 1e9, 1e-300, float("inf"), float("nan"), 1 << 31, 1 << 48, 1 << 64, 10**100),
-    *("keep", "constant", "levels", "spatial", "ans", "raw", "packed", "trellis", "float32", "complex128"),
+    *("keep", "constant", "levels", "spatial", "ans", "raw", "packed", "floats", "trellis"),
+    *("float32", "complex128"),
 )
 
 

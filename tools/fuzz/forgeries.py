@@ -15,6 +15,7 @@ import torch
 
 from factorpack.kinds import KINDS
 from factorpack.record import DTYPES
+from tests.format.reference import FLOATS
 from tests.hostile import costly
 from tests.tampered import Pieces, compact, container_of, envelope_of, take_apart
 from tools.fuzz.damages import (
@@ -28,10 +29,10 @@ from tools.fuzz.damages import (
     repeat_chunk,
     set_bytes,
 )
-from tools.fuzz.streams import codes_stream, path_stream
+from tools.fuzz.streams import codes_stream, floats_stream, path_stream
 
 T = TypeVar("T")
-CODERS = ("ans", "trellis")
+CODERS = ("ans", "trellis", "floats")
 _LARGEST = 1 << 20
 """Elements of a tensor that is nearly nothing in its file."""
 _WIDTHS = {"int8": "b", "float16": "e", "float32": "f", "float64": "d", "bfloat16": "H"}
@@ -58,7 +59,7 @@ def forge_shape(pieces: Pieces, rng: random.Random) -> None:
         row.pop("transposed_groups", None)
         row["parts"]["scale"][2] = [shape[0], 1]
         row["parts"]["scale"][3] = shape[0] * (2 if row["parts"]["scale"][1] == "float16" else 4)
-    if part[0] != "ans":
+    if part[0] not in ("ans", "floats"):
         count, width = torch.Size(shape).numel(), part[1]
         part[3] = (
             (count * width + 7) // 8 if isinstance(width, int) else count * getattr(torch, width).itemsize
@@ -98,7 +99,7 @@ def forge_codec(pieces: Pieces, rng: random.Random) -> None:
     """A part's bytes are read by another codec, as another type."""
     row = _row(pieces, rng, "keep", "scalar", "factors", "constant", "levels", "spatial", "codewords")
     part = rng.choice(list(row["parts"].values()))
-    part[0] = rng.choice(("raw", "packed", "ans", "trellis"))
+    part[0] = rng.choice(("raw", "floats", "packed", "ans", "trellis"))
     part[1] = rng.choice(
         (1, 2, 3, 4, 8, 9, 16, "int8", "int16", "float16", "float32", "bool", "complex64", part[1])
     )
@@ -143,6 +144,8 @@ def forge_field(pieces: Pieces, rng: random.Random) -> None:
 
 def _fields(data: bytes, codec: str) -> list[tuple[int, int]]:
     """Where the fields of a stream's header are, with their sizes; tables and message count in bytes."""
+    if codec == "floats":
+        return [(0, 1), (1, 1), *((2 + at, size) for at, size in _fields(data[2:], "ans"))]
     flags, wide = data[0], 1 + (data[0] >> 5 & 1)
     found = [(0, 1), (1, wide), (1 + wide, wide), (1 + 2 * wide, 1), (2 + 2 * wide, 1)]
     at = 3 + 2 * wide
@@ -159,7 +162,7 @@ def _fields(data: bytes, codec: str) -> list[tuple[int, int]]:
 
 def forge_numbers(pieces: Pieces, rng: random.Random) -> None:
     """Some values that are stored as they are become odd ones: zeros, infinities, the largest there are."""
-    found = _parts(pieces, lambda part: part[1] in _WIDTHS and part[3] > 0)
+    found = _parts(pieces, lambda part: part[0] == "raw" and part[1] in _WIDTHS and part[3] > 0)
     row, name = _one(found, rng)
     kind = row["parts"][name][1]
     data, size = bytearray(pieces.part(row["name"], name)), struct.calcsize(_WIDTHS[kind])
@@ -167,6 +170,15 @@ def forge_numbers(pieces: Pieces, rng: random.Random) -> None:
         at = rng.randrange(len(data) // size) * size
         data[at : at + size] = _packed(rng.choice(_ODD_NUMBERS), _WIDTHS[kind], rng)
     pieces.set_part(row["name"], name, bytes(data))
+
+
+def forge_floats(pieces: Pieces, rng: random.Random) -> None:
+    """Floats become others, in a stream that no writer of ours would make and every reader must take."""
+    row, name = _one(_parts(pieces, lambda part: part[1] in FLOATS and 0 < math.prod(part[2]) < 2000), rng)
+    part = row["parts"][name]
+    part[0] = "floats"
+    pieces.set_part(row["name"], name, floats_stream(rng, math.prod(part[2]), part[1]))
+    _fill(pieces, row)
 
 
 def _packed(number: float, letter: str, rng: random.Random) -> bytes:
@@ -266,6 +278,7 @@ FORGERIES: dict[str, Forgery] = {
     "forge codes": forge_codes,
     "forge a field": forge_field,
     "forge numbers": forge_numbers,
+    "forge floats": forge_floats,
     "forge an alias": forge_alias,
     "forge rows": forge_rows,
     "forge a type": forge_dtype,

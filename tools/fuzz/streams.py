@@ -13,7 +13,7 @@ import numpy as np
 
 from factorpack.format import chunks
 from factorpack.format import frequency_tables as tables
-from tests.format.reference import NEXT, model_starts
+from tests.format.reference import FLOATS, NEXT, model_starts
 
 _WORD = (1 << 32) - 1
 Table = list[int]
@@ -105,6 +105,18 @@ def codes_stream(rng: random.Random, rows: int, columns: int, low: int, high: in
         head += struct.pack("<Q", sum(1 << model for model in chunked))
         head += b"".join(struct.pack("<I", len(chunk)) for chunk in chunked.values())
     return head + own.written() + sequence.message() + chunks.join_chunks(list(chunked.values()))
+
+
+def floats_stream(rng: random.Random, count: int, kind: str) -> bytes:
+    """A `floats` stream; mantissas may have zeros at their end, and the highest exponent may be unused."""
+    exponent_bits, mantissa_bits = FLOATS[kind]
+    used, highest = rng.randint(0, mantissa_bits), rng.randrange(1 << exponent_bits)
+    low, high = -rng.randint(0, min(highest, 40) + 1), rng.randint(0, min(highest, 40))
+    found = bytes([used, highest]) + codes_stream(rng, 1, count, low, high)
+    for width in (min(16, used), used - min(16, used)):
+        size = count * width
+        found += (rng.getrandbits(size) if size else 0).to_bytes((size + 7) // 8, "little")
+    return found
 
 
 def path_stream(rng: random.Random, rows: int, columns: int, states: int, most: int) -> bytes:

@@ -50,7 +50,7 @@ def compress_to_bytes(request: BudgetRequest, max_bytes: int) -> Compressed:
     with _evaluating(request.model):
         tensors = split_tensors(request)
         # A budget that cannot be met is refused before there is work to lose.
-        tensors.overhead_bytes(max_bytes)
+        tensors.for_bytes(max_bytes).overhead_bytes(max_bytes)
         calibration = _calibration(request, tensors)
         with (
             open_journal(request.parts, tensors, request.planner, calibration) as journal,
@@ -114,6 +114,7 @@ def _search_loss(
 def _meet_bytes(
     request: BudgetRequest, tensors: Tensors, knowledge: Knowledge, max_bytes: int, journal: Journal
 ) -> Compressed:
+    tensors = tensors.for_bytes(max_bytes)
     overhead = tensors.overhead_bytes(max_bytes)
     bits = tensors.bits_per_weight(max_bytes - overhead)
     curves = find_curves(tensors, knowledge, bits, request.curves, request.progress, journal)

@@ -10,7 +10,7 @@ from pathlib import Path
 from factorpack.batches import device_of
 from factorpack.budget.candidates import plan_together
 from factorpack.budget.coding import at_once, encode_with_steps, works_together
-from factorpack.budget.curves import Curve, allocate, fill_unknown, load_curves, save_curves
+from factorpack.budget.curves import Curve, allocate, fill_unknown, least_budget, load_curves, save_curves
 from factorpack.budget.journal import NOTHING_KEPT, Finished, Journal, identify
 from factorpack.budget.knowledge import Knowledge
 from factorpack.budget.phases import planning_work
@@ -196,7 +196,7 @@ def _refine(
     measured: dict[tuple[str, int], float] = {}
     with Progress("refining", REFINEMENTS * len(names), progress) as bar:
         for _ in range(REFINEMENTS):
-            steps = allocate(curves, budget)
+            steps = allocate(curves, max(budget, least_budget(curves)))
             places = {name: curves[name].nearest(steps[name]) for name in names}
             wanted = {
                 name: curves[name].steps[place]

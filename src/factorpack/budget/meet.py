@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
-from factorpack.budget.curves import Curve, allocate
+from factorpack.budget.curves import Curve, allocate, least_budget
 from factorpack.budget.planner import Planner
 from factorpack.budget.step_search import BestFit, GapSearch
 from factorpack.methods import SecondOrder
@@ -65,7 +65,7 @@ def meet_size(
     coder: Coder[T], curves: Mapping[str, Curve], planner: Planner, max_bytes: int, overhead: int
 ) -> Mapping[str, T]:
     """The tensors of the largest file found of at most `max_bytes`."""
-    least = 1.01 * sum(curve.bytes[-1] for curve in curves.values())  # every code zero
+    least = least_budget(curves)
     # Weights that are zero lose nothing at any step: no smaller one spends the bytes.
     is_lossless = not any(curve.losses[-1] for curve in curves.values())
     wanted = least if is_lossless else AIM * max_bytes - overhead

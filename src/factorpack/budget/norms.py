@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from factorpack.batches import forward
+from factorpack.budget.norm_bits import NORM_PARTS, is_norm
 from factorpack.decoding import decode
 from factorpack.errors import WeightError
 from factorpack.methods import Keep
+from factorpack.quantize.mantissas import FLOAT_TYPES, round_mantissas
 from factorpack.record import Encoded, LayerMoments
 from factorpack.solve.moments import NORMS
 from factorpack.weight import Weight
@@ -20,7 +23,6 @@ LARGEST_CORRECTION = 4.0
 """A variance is corrected by this factor at most."""
 NEGLIGIBLE = 2.0**-20
 """A value with so small a share of the largest may become zero: trained norms have such channels by the dozen."""
-_NORM_PARTS = ("weight", "bias", "running_mean", "running_var")
 
 
 def norms_after(model: nn.Module, batch: Any) -> dict[str, str]:
@@ -108,39 +110,43 @@ def _ratio(weight: Tensor, original: Tensor, now: Tensor, before: Tensor, moment
 
 
 def small_leftovers(
-    tensors: Mapping[str, Encoded], model: nn.Module | None, fold_norms: bool = True
+    tensors: Mapping[str, Encoded], model: nn.Module | None, fold_norms: bool = True, norm_bits: int = 0
 ) -> dict[str, Encoded]:
     """Makes what is kept raw small, and folds batch norms where the model is known.
 
-    At inference a norm is y = a x + b. Its weight becomes a, its bias b, both in FP16; its running mean
+    At inference a norm is y = a x + b. Its weight becomes a, its bias b, both in FP16 or less; its running mean
     becomes 0 and its running variance 1 - eps. The function is the same, but it can no longer be trained
-    with batch statistics. Tensors that the caller excluded, or chose a method for, stay as they are.
+    with batch statistics. Norms and biases are rounded to `norm_bits` bits of mantissa, unless that is 0.
+    Tensors that the caller excluded, or chose a method for, stay as they are.
     """
     norms = (
         [] if model is None else [(f"{name}." if name else "", norm) for name, norm in model.named_modules()]
     )
     norms = [(prefix, norm) for prefix, norm in norms if isinstance(norm, NORMS)]
     # Statistics that will be trained stay tensors even where all values are equal.
-    trained = {prefix + part for prefix, _ in norms for part in _NORM_PARTS if not fold_norms}
+    trained = {prefix + part for prefix, _ in norms for part in NORM_PARTS if not fold_norms}
     small = {
-        name: (half if name in trained else shrink)(decode(encoded)).noted(encoded.note)
+        name: (half if name in trained else shrink)(
+            decode(encoded), norm_bits if is_norm(name, encoded.shape) else 0
+        ).noted(encoded.note)
         for name, encoded in tensors.items()
         if encoded.kind == "keep" and not encoded.by_caller
     }
     for prefix, norm in norms if fold_norms else []:
-        if all(prefix + part in small for part in _NORM_PARTS):
-            small |= _folded(prefix, norm.eps, *(decode(tensors[prefix + part]) for part in _NORM_PARTS))
+        if all(prefix + part in small for part in NORM_PARTS):
+            parts = (decode(tensors[prefix + part]) for part in NORM_PARTS)
+            small |= _folded(prefix, norm.eps, norm_bits, *parts)
     return {name: small.get(name, encoded) for name, encoded in tensors.items()}
 
 
 def _folded(
-    prefix: str, eps: float, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor
+    prefix: str, eps: float, norm_bits: int, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor
 ) -> dict[str, Encoded]:
     scale = weight.double() / torch.sqrt(variance.double() + eps)
     shift = bias.double() - mean.double() * scale
     named = {
-        "weight": half(scale.to(weight.dtype)),
-        "bias": half(shift.to(bias.dtype)),
+        "weight": half(scale.to(weight.dtype), norm_bits),
+        "bias": half(shift.to(bias.dtype), norm_bits),
         "running_mean": constant(mean, 0.0),
         "running_var": constant(variance, 1.0 - eps),
     }
@@ -153,36 +159,47 @@ def folded_norms(tensors: Mapping[str, Encoded]) -> set[str]:
     return {
         prefix + part
         for prefix in prefixes
-        for part in _NORM_PARTS
-        if all(prefix + each in tensors for each in _NORM_PARTS)
-        and all(tensors[prefix + each].kind == "constant" for each in _NORM_PARTS[2:])
+        for part in NORM_PARTS
+        if all(prefix + each in tensors for each in NORM_PARTS)
+        and all(tensors[prefix + each].kind == "constant" for each in NORM_PARTS[2:])
         and not tensors[f"{prefix}running_mean"].parts["value"].any()
     }
 
 
-def shrink(value: Tensor) -> Encoded:
-    """A tensor that is not a weight, as small as possible: one value where all are equal, FP16 where that is close."""
+def shrink(value: Tensor, bits: int = 0) -> Encoded:
+    """A tensor that is not a weight, as small as possible: one value where all are equal, FP16 where that is close.
+
+    With `bits`, as many bits of each mantissa are kept.
+    """
     if value.numel() > 1 and bool((value == value.flatten()[0]).all()):
         return constant(value, value.flatten()[0])
-    return (
-        half(value)
-        if value.is_floating_point() and value.dtype.itemsize > 2
-        else Keep().encode(Weight(value))
-    )
+    is_wide = value.is_floating_point() and value.dtype.itemsize > 2
+    return half(value, bits) if is_wide else _rounded(value, value.dtype, bits)
 
 
-def half(value: Tensor) -> Encoded:
-    """Rounded to FP16, or kept where FP16 would overflow or lose values that matter beside the largest."""
+def half(value: Tensor, bits: int = 0) -> Encoded:
+    """Rounded to FP16, or kept where FP16 would overflow or lose values that matter beside the largest.
+
+    With `bits`, as many bits of each mantissa are kept in either case.
+    """
     size = value.abs()
     largest = size.max().item() if size.numel() else 0.0
     lost = (value != 0) & (size < 2.0**-14)
-    zero = size < 2.0**-25
+    zero = size < 2.0 ** -(15 + (bits or 10))
     if lost.float().mean() > 0.5 or bool((size[zero] > NEGLIGIBLE * largest).any()):
-        return Keep().encode(Weight(value))
+        return _rounded(value, value.dtype, bits)
     try:
-        return Keep("float16").encode(Weight(value.masked_fill(zero, 0)))
+        return _rounded(value.masked_fill(zero, 0), torch.float16, bits)
     except WeightError:
-        return Keep().encode(Weight(value))
+        return _rounded(value, value.dtype, bits)
+
+
+def _rounded(value: Tensor, dtype: torch.dtype, bits: int) -> Encoded:
+    """Kept as `dtype`, with so many bits of each mantissa, or all for 0."""
+    encoded = Keep(dtype if dtype != value.dtype else None).encode(Weight(value))
+    if not bits or dtype not in FLOAT_TYPES or bits >= FLOAT_TYPES[dtype].mantissa_bits:
+        return encoded
+    return replace(encoded, parts={"values": round_mantissas(value, bits, dtype)})
 
 
 def constant(like: Tensor, number: float | Tensor) -> Encoded:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from factorpack.budget.norm_bits import MOST_BITS
 from factorpack.calibration.calibrate import Calibration
 from factorpack.calibration.synthetic import Synthetic
 from factorpack.engine import Engine
@@ -19,7 +20,7 @@ from factorpack.methods.settings import check_type
 from factorpack.progress import Showing
 from factorpack.source import Source
 
-DEFAULT_STATES = 8
+STATES_WITHOUT_DATA = 8
 HELD_OUT_SHARE = 0.125
 """Share of the calibration inputs that is held out to measure on."""
 
@@ -45,30 +46,36 @@ class Planner:
     correct_variances: bool = True
     """Output variances corrected in the norms that follow, where means are."""
     fold_norms: bool = True
-    """Batch norms as two FP16 values per channel; without it they are kept, and can be trained."""
+    """Batch norms as two values per channel; without it they are kept, and can be trained."""
+    norm_bits: int | None = None
+    """Bits of mantissa of norms and biases, 1 to 10. None: as many as the size makes worth their bytes. 0: FP16."""
     price: float = 0.08
     """What a bit is worth, in squared steps: less than theory's ln 2 / 6, chosen on training images."""
     damping: float = 0.1
     """Added to the diagonal of the inputs' second moments, as a share of its mean."""
     trellis: int | None = None
-    """States, 4 or 8, of a trellis along which codes are chosen where that pays; 0: none. None: 8, but none with
-    calibration data on a CPU, where the search takes as long as everything else."""
+    """States, 4 or 8, of a trellis along which codes are chosen where that pays; 0: none. None: 8 from the weights
+    alone, and none with calibration data, where the search takes as long as everything else."""
 
     def __post_init__(self) -> None:
         check_type("samples", self.samples, int)
         if self.trellis is not None:
             check_trellis(self.trellis)
+        if self.norm_bits is not None:
+            check_type("norm_bits", self.norm_bits, int)
+            if not 0 <= self.norm_bits <= MOST_BITS:
+                raise PlanError(f"norm_bits is {self.norm_bits}, expected 0 to {MOST_BITS}")
         if self.samples < 1 or not self.price >= 0 or not self.damping > 0:
             raise PlanError(
                 f"samples {self.samples}, price {self.price}, damping {self.damping}: "
                 "expected at least 1, at least 0, and above 0"
             )
 
-    def settled(self, feedback_on_cpu: bool = False) -> Planner:
+    def settled(self, has_data: bool) -> Planner:
         """With a number of states, where the caller has left it open."""
         if self.trellis is not None:
             return self
-        return replace(self, trellis=0 if feedback_on_cpu else DEFAULT_STATES)
+        return replace(self, trellis=0 if has_data else STATES_WITHOUT_DATA)
 
     def method(self, step: float = 1.0, tile: int = 1, trellis: int = 0) -> SecondOrder:
         """The method of a weight at a step, in the basis of a tile (1: none), along a trellis (0: none)."""

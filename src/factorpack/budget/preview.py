@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from factorpack.budget.candidates import choose_methods, curves_of
-from factorpack.budget.curves import Curve, allocate
+from factorpack.budget.curves import Curve, allocate, least_budget
 from factorpack.budget.excerpt import excerpt_of, measure_a_few
 from factorpack.budget.goals import budget_bytes, original_bytes
 from factorpack.budget.meet import AIM
@@ -118,11 +118,15 @@ def plan(
     name, rules = resolve_rules(recipe, opened, method, layers or {}, exclude, DEFAULT_METHOD, bool(budgets))
     if not budgets:
         return _preview(opened, _by_rules(opened, rules), name)
-    wanted, planner = budget_bytes(opened, ratio, max_bytes), (planner or Planner()).settled()
+    wanted, planner = (
+        budget_bytes(opened, ratio, max_bytes),
+        (planner or Planner()).settled(samples is not None),
+    )
     request = BudgetRequest(opened, None, None, planner, rules.layers, rules.exclude, progress=False)
-    tensors = split_tensors(request)
+    split = split_tensors(request)
+    tensors, smallest = split.for_bytes(wanted), split.for_bytes(0).smallest_bytes
     preview = _preview(opened, _by_budget(tensors, planner, wanted), name)
-    preview = replace(preview, budget_bytes=wanted, smallest_bytes=tensors.smallest_bytes, planner=planner)
+    preview = replace(preview, budget_bytes=wanted, smallest_bytes=smallest, planner=planner)
     if samples is None or not isinstance(source, str | Path):
         return preview
     return replace(preview, stream=estimate_stream_memory(Path(source), opened, wanted, samples, length))
@@ -234,8 +238,7 @@ def _share_out(tensors: Tensors, planner: Planner, max_bytes: int) -> dict[str, 
 
     found = measure_a_few(tensors.source, dict.fromkeys(tensors.coded), measure)
     curves = {name: curve for name, (curve, _) in found.items()}
-    least = 1.01 * sum(curve.bytes[-1] for curve in curves.values())
-    steps = allocate(curves, max(AIM * max_bytes - overhead, least))
+    steps = allocate(curves, max(AIM * max_bytes - overhead, least_budget(curves)))
     return {
         name: _Share(
             min(curve.bytes_at(steps[name]), curve.numel * MAX_STORED_BITS / 8),

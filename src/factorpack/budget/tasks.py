@@ -20,6 +20,7 @@ from factorpack.budget.curves import Curve, load_curves, save_curves
 from factorpack.budget.following_norms import explain_mean, running_means_after
 from factorpack.budget.goals import check_max_bytes
 from factorpack.budget.meet import meet_size
+from factorpack.budget.norm_bits import FEWEST_BITS, choose_norm_bits, count_norm_values
 from factorpack.budget.norms import small_leftovers
 from factorpack.budget.planner import BudgetRequest, Planner
 from factorpack.budget.tensors import choose_fixed, overhead_bytes, zero_of
@@ -56,7 +57,7 @@ def compress_to_bytes_over(
     check_max_bytes(max_bytes)
     checkpoint, target = checkpoint_path(source), path.absolute()
     with work_folder(target) as folder:
-        coder = TaskCoder(checkpoint, request, folder, engine)
+        coder = TaskCoder(checkpoint, request, folder, engine, max_bytes)
         overhead = coder.overhead_bytes(max_bytes)
         curves = coder.find_curves(8 * (max_bytes - overhead) / coder.total_numel())
         files = meet_size(coder, curves, request.planner, max_bytes, overhead)
@@ -66,7 +67,9 @@ def compress_to_bytes_over(
 class TaskCoder:
     """A `Coder` whose weights are coded by workers, each into a file of its own."""
 
-    def __init__(self, checkpoint: Path, request: BudgetRequest, folder: Path, engine: Engine) -> None:
+    def __init__(
+        self, checkpoint: Path, request: BudgetRequest, folder: Path, engine: Engine, max_bytes: int
+    ) -> None:
         self._source, self._planner, self._progress = request.source, request.planner, request.progress
         self._checkpoint, self._folder, self._engine = checkpoint, folder, engine
         self._checksums = checksums_of(request.source)
@@ -79,16 +82,24 @@ class TaskCoder:
         self._rows: dict[str, TensorRow] = {}
         self._files: dict[str, Path] = {}
         self._steps: dict[str, float] = {}
+        self._empty = {name: zero_of(request.source.entries[name]) for name in self.order}
+        self._norm_bits = self._choose_norm_bits(fixed, max_bytes)
         self._encode_fixed(fixed)
+        least = FEWEST_BITS if request.planner.norm_bits is None else self._norm_bits
+        while self._norm_bits > least and self._smallest_bytes() > max_bytes:
+            self._norm_bits -= 1
+            self._encode_fixed(fixed)
 
     def total_numel(self) -> int:
         return sum(map(self.numel, self.order))
 
     def overhead_bytes(self, max_bytes: int) -> int:
         """Bytes of everything but codes; an error where a file without a single code would be too large."""
-        empty = {name: zero_of(self._source.entries[name]) for name in self.order}
-        rows = {name: stored(name, encoded)[0] for name, encoded in empty.items()}
-        return overhead_bytes(self._size(self._rows | rows), max_bytes, empty.values())
+        return overhead_bytes(self._smallest_bytes(), max_bytes, self._empty.values())
+
+    def _smallest_bytes(self) -> int:
+        """Bytes of the file in which every weight is zero."""
+        return self._size(self._rows | {name: stored(name, zero)[0] for name, zero in self._empty.items()})
 
     def find_curves(self, bits: float) -> dict[str, Curve]:
         files = {
@@ -138,12 +149,23 @@ class TaskCoder:
     def measure(self) -> tuple[int, dict[str, Path]]:
         return self._size(self._rows), {name: self._files[name] for name in self._source.entries}
 
+    def _choose_norm_bits(self, fixed: Mapping[str, Choice], max_bytes: int) -> int:
+        if self._planner.norm_bits is not None:
+            return self._planner.norm_bits
+        kept = [
+            (name, self._source.entries[name].shape) for name, each in fixed.items() if not each.by_caller
+        ]
+        values = count_norm_values(kept, are_folded=False)
+        return choose_norm_bits(values, self.total_numel(), max_bytes, is_calibrated=False)
+
     def _encode_fixed(self, fixed: Mapping[str, Choice]) -> None:
         tasks = []
         for name, choice in fixed.items():
             entry = self._source.entries[name]
-            self._files[name] = self._folder / work_file_name("fixed", self._checksums[name], name, choice)
-            arguments = (self._stored(name), choice, self._files[name])
+            self._files[name] = self._folder / work_file_name(
+                "fixed", self._checksums[name], name, choice, self._norm_bits
+            )
+            arguments = (self._stored(name), choice, self._norm_bits, self._files[name])
             tasks.append(Task(name, encode_fixed, arguments, peak_bytes(entry, choice), entry.numel))
         self._run(tasks, "keeping")
 
@@ -164,9 +186,10 @@ class TaskCoder:
         if name not in self._means:
             return None
         (mean, choice), bias = self._means[name], bias_of(name)
-        self._files[mean] = self._folder / work_file_name("mean", self._checksums[mean], mean, *key)
+        bits = self._norm_bits
+        self._files[mean] = self._folder / work_file_name("mean", self._checksums[mean], mean, bits, *key)
         own = self._stored(bias) if bias in self._source.entries else None
-        return MeanBehind(self._stored(mean), choice, own, self._files[mean])
+        return MeanBehind(self._stored(mean), choice, own, bits, self._files[mean])
 
     def _run(self, tasks: Sequence[Task], verb: str) -> None:
         """Makes the files that are not there yet, and reads how all of them are stored."""
@@ -200,10 +223,10 @@ class TaskCoder:
         return Task(name, function, (self._stored(name), *arguments), memory, numel)
 
 
-def encode_fixed(tensor: StoredTensor, choice: Choice, file: Path) -> None:
+def encode_fixed(tensor: StoredTensor, choice: Choice, norm_bits: int, file: Path) -> None:
     """A worker's task: a tensor the budget does not touch, as small as it goes without noticeable loss."""
     with while_compressing(tensor.name):
-        kept = small_leftovers({tensor.name: choice.encode(read_stored(tensor))}, None)
+        kept = small_leftovers({tensor.name: choice.encode(read_stored(tensor))}, None, norm_bits=norm_bits)
     write_part(file, tensor.name, kept[tensor.name])
 
 
@@ -220,6 +243,7 @@ class MeanBehind:
     mean: StoredTensor
     choice: Choice
     bias: StoredTensor | None
+    norm_bits: int
     file: Path
 
 
@@ -248,7 +272,7 @@ def _write_mean(behind: MeanBehind, original: Tensor, weight: Tensor) -> None:
     if explained is not None:
         mean = explained.with_weight(weight)
     name = behind.mean.name
-    kept = small_leftovers({name: behind.choice.encode(Weight(mean))}, None)
+    kept = small_leftovers({name: behind.choice.encode(Weight(mean))}, None, norm_bits=behind.norm_bits)
     write_part(behind.file, name, kept[name])
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
+from factorpack.budget.norm_bits import FEWEST_BITS, choose_norm_bits, count_norm_values
 from factorpack.budget.norms import small_leftovers
 from factorpack.budget.planner import BudgetRequest
 from factorpack.checkpoints.entry import Entry
 from factorpack.errors import PlanError
 from factorpack.format.packed_file import file_bytes
 from factorpack.format.schema import EXPANSION
+from factorpack.format.streams import raw_bytes
 from factorpack.methods import Keep, Scalar
 from factorpack.planning.rules import Choice, Rules
 from factorpack.quantize.uniform import MAX_STORED_BITS
@@ -33,6 +35,9 @@ class Tensors:
     fixed: Mapping[str, Encoded]
     """Tensors that are not weights, or that the caller decided on."""
     fold_norms: bool
+    norm_bits: int | None
+    """None where they depend on the size of the file: see `for_bytes`."""
+    is_calibrated: bool
 
     @cached_property
     def numel(self) -> int:
@@ -42,16 +47,38 @@ class Tensors:
     def is_fixed_by_caller(self, name: str) -> bool:
         return name in self.fixed and self.fixed[name].by_caller
 
+    def for_bytes(self, max_bytes: int) -> Tensors:
+        """The same with as many bits for norms as are worth their bytes in a file of this size, and fit into it."""
+        if self.norm_bits is not None:
+            return self
+        kept = [(name, each.shape) for name, each in self.fixed.items() if not each.by_caller]
+        values = count_norm_values(kept, self.model is not None and self.fold_norms)
+        bits = choose_norm_bits(values, self.numel, max_bytes, self.is_calibrated)
+        while bits > FEWEST_BITS and replace(self, norm_bits=bits).smallest_bytes > max_bytes:
+            bits -= 1
+        return replace(self, norm_bits=bits)
+
     def join(self, coded: Mapping[str, Encoded], state: Mapping[str, Tensor]) -> dict[str, Encoded]:
-        """Every tensor in the source's order; what is kept raw as the compressed network's `state` has it now."""
+        """Every tensor in the source's order; what is kept raw as the compressed network's `state` has it now.
+
+        What has not changed since the last call is the same object, so that its stream is not made again.
+        """
         fixed = dict(self.fixed)
         for name, encoded in fixed.items():
             # A weight on the meta device was not changed.
             changed = name in state and not state[name].is_meta
             if encoded.kind == "keep" and not encoded.by_caller and changed:
                 fixed[name] = Keep().encode(Weight(state[name])).noted(encoded.note)
-        small = small_leftovers(fixed, self.model, self.fold_norms)
-        return {name: coded[name] if name in coded else small[name] for name in self.source.entries}
+        small = small_leftovers(fixed, self.model, self.fold_norms, self.norm_bits or 0)
+        for name, encoded in small.items():
+            if name not in self._joined or not _is_same(self._joined[name], encoded):
+                self._joined[name] = encoded
+        return {name: coded[name] if name in coded else self._joined[name] for name in self.source.entries}
+
+    @cached_property
+    def _joined(self) -> dict[str, Encoded]:
+        """What is kept raw, as `join` gave it last."""
+        return {}
 
     @cached_property
     def empty(self) -> dict[str, Encoded]:
@@ -72,11 +99,23 @@ class Tensors:
         return min(8 * left_bytes / self.numel, MAX_STORED_BITS)
 
 
+def _is_same(one: Encoded, other: Encoded) -> bool:
+    """Whether two forms of a tensor are the same object, or of kind `keep` or `constant` and stored the same."""
+    if one is other:
+        return True
+    if (one.kind, one.note, list(one.parts)) != (other.kind, other.note, list(other.parts)):
+        return False
+    pairs = [(one.parts[name], other.parts[name]) for name in one.parts]
+    return all(a.dtype == b.dtype and raw_bytes(a) == raw_bytes(b) for a, b in pairs)
+
+
 def split_tensors(request: BudgetRequest) -> Tensors:
     """Encodes what the budget does not touch."""
     choices, coded = choose_fixed(request)
     fixed = {name: choice.encode(request.source.weight(name)) for name, choice in choices.items()}
-    return Tensors(request.source, request.model, coded, fixed, request.planner.fold_norms)
+    planner, is_calibrated = request.planner, request.calibration is not None
+    settings = (planner.fold_norms, planner.norm_bits, is_calibrated)
+    return Tensors(request.source, request.model, coded, fixed, *settings)
 
 
 def choose_fixed(request: BudgetRequest) -> tuple[dict[str, Choice], list[str]]:

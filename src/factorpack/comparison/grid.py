@@ -42,6 +42,8 @@ Evaluate = Callable[[nn.Module], Mapping[str, float]]
 """A model -> its measured scores, such as {"top1": 0.69}."""
 
 
+LEFTOVER_BITS = 8
+"""Bits of mantissa of norms and biases beside a baseline's codes: what rounding them loses is nothing to its loss."""
 ON_ALL = Schedule(shrink_by="training", held_out_share=0.0)
 """Every method is trained on all inputs, and ends with its last state at its size."""
 
@@ -135,8 +137,8 @@ class Grid:
         return file_bytes(dict(packed), packed.aliases), weight_error(model, packed)
 
     def _shrink_leftovers(self, packed: Packed) -> Packed:
-        """Folds norms and halves vectors, as the planner does: no baseline pays for FP32 leftovers."""
-        return Packed(small_leftovers(packed, self.model), packed.aliases)
+        """Folds norms and rounds vectors, as the planner does: no baseline pays for FP32 leftovers."""
+        return Packed(small_leftovers(packed, self.model, norm_bits=LEFTOVER_BITS), packed.aliases)
 
     def _compute_point(self, name: str, ratio: float) -> Point:
         if name in PEERS:

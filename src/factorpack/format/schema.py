@@ -15,7 +15,7 @@ from factorpack.decoding import check
 from factorpack.errors import FormatError
 from factorpack.format.bitpack import bit_string_bytes
 from factorpack.format.stored_rows import MAX_ROW_BYTES, StoredRows, cut_rows
-from factorpack.format.streams import ANS, CODECS, PACKED, RAW, TRELLIS, raw_size
+from factorpack.format.streams import CODECS, FLOATS, PACKED, RAW, TRELLIS, raw_size
 from factorpack.format.untrusted_json import (
     Extent,
     inflate,
@@ -28,6 +28,7 @@ from factorpack.format.untrusted_json import (
 )
 from factorpack.kinds import KINDS
 from factorpack.kinds.base import PartSpec, Specs
+from factorpack.quantize.mantissas import FLOAT_TYPES
 from factorpack.quantize.trellis import MEMORY
 from factorpack.quantize.uniform import MAX_STORED_BITS, code_dtype
 from factorpack.record import DTYPES, dtype_name
@@ -298,10 +299,12 @@ def _part(value: object) -> PartRow:
     spec = PartSpec(_shape(shape), dtype, bits)
     part = PartRow(codec, spec, _integer(stored_bytes, "bytes"))
     count = math.prod(spec.shape)
-    if (codec == RAW) == is_codes or (is_codes and not 1 <= bits <= MAX_STORED_BITS):
+    holds_codes = codec not in (RAW, FLOATS)
+    is_allowed = 1 <= bits <= MAX_STORED_BITS if is_codes else codec == RAW or dtype in FLOAT_TYPES
+    if holds_codes != is_codes or not is_allowed:
         raise FormatError(f"codec {codec!r} cannot hold {kind!r}")
     expected = {RAW: raw_size(spec), PACKED: bit_string_bytes(count, bits)}.get(codec, part.stored_bytes)
-    if part.stored_bytes != expected or (codec in (ANS, TRELLIS) and count == 0):
+    if part.stored_bytes != expected or (codec not in (RAW, PACKED) and count == 0):
         raise FormatError(f"{part.stored_bytes} bytes for a {codec!r} part of shape {spec.shape}")
     return part
 

@@ -97,6 +97,8 @@ def plans(symbols: Symbols, size: int, split: int) -> Iterator[Plan]:
     yield _plan(symbols, size, 0, one_class(*symbols.shape))
     if symbols.size < max(_FEW_CODES, 4 * size):  # tables would outweigh the codes
         return
+    if 1 in symbols.shape and not split:  # a class for each code would say what the code says
+        return
     view, taken = to_view(symbols, split), sample(symbols, size)
     rows = fit_rows(taken, 0.5)
     if rows.models > 1:

@@ -23,7 +23,7 @@ from factorpack.format.chunks import Chunks
 from factorpack.format.classes import Classing, class_counts, fit_both, one_class, sample
 from factorpack.format.path_reader import Indices, Paths, by_model, models_of
 from factorpack.format.stream_header import Header, read_header, write_header
-from factorpack.format.stream_plan import Plan, best_plan, shortest
+from factorpack.format.stream_plan import Plan, best_plan, class_width, shortest
 from factorpack.format.symbols import Codes, Symbols, code_order, from_view, to_symbols, to_view
 from factorpack.quantize.trellis import (
     Flags,
@@ -44,8 +44,6 @@ _MARGIN = 0.005
 _NEAR = 0.015
 """Where one table for both quantizers takes a larger share of bits more, no plan for it is made."""
 _SEGMENT, _COUNT = struct.Struct("<H"), struct.Struct("<I")
-_CLASS_WIDTH = 0.5
-"""In octaves: narrower classes save nothing here, and a reader's steps take longer."""
 _SLAB = 1 << 20
 """Entries that are sorted by model at a time."""
 
@@ -207,7 +205,7 @@ def _pooled_bits(plan: Plan, total_bits: int) -> float:
 def _plans(symbols: Symbols, quantizer: NDArray[np.uint8], size: int, quiet: Flags) -> Iterator[Plan]:
     """One class, and classes of rows and columns; each has one table per quantizer."""
     joint = symbols + quantizer * np.int32(size)
-    both = fit_both(sample(symbols, size), _CLASS_WIDTH)
+    both = fit_both(sample(symbols, size), class_width(symbols.size))
     for classing in (one_class(*symbols.shape), both):
         counts = class_counts(joint, classing, 2 * size).reshape(-1, size)
         width = 2 * (int(classing.columns.max()) + 1)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from factorpack.errors import FormatError
 from factorpack.kinds.base import Kind, Specs, expect_rounding, expect_shape
+from factorpack.quantize.mantissas import FEWEST_ROUNDED, FLOAT_TYPES, used_bits
 from factorpack.record import Encoded, dtype_name
 from factorpack.tiles import Layout
 
@@ -39,4 +40,10 @@ class Kept(Kind):
         """Kept values may be anything."""
 
     def describe(self, encoded: Encoded) -> str:
-        return f"kept as {dtype_name(encoded.parts['values'].dtype)}"
+        values = encoded.parts["values"]
+        found = f"kept as {dtype_name(values.dtype)}"
+        if values.ndim != 1 or values.dtype not in FLOAT_TYPES:
+            return found
+        bits = used_bits(values)
+        is_rounded = len(values) >= FEWEST_ROUNDED and 0 < bits < FLOAT_TYPES[values.dtype].mantissa_bits
+        return f"{found}, {bits} bits of mantissa" if is_rounded else found

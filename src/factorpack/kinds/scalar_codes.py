@@ -41,10 +41,10 @@ class ScalarCodes(Kind):
         return Tiling(parts["codes"][1], {"codes": 0, "scale": 0})
 
     def row_part(self, encoded: Encoded) -> str | None:
-        return "codes" if len(encoded.shape) == 2 and not _may_clamp(encoded) else None
+        return "codes" if len(encoded.shape) == 2 and not may_clamp(encoded) else None
 
 
-def _may_clamp(encoded: Encoded) -> bool:
+def may_clamp(encoded: Encoded) -> bool:
     """Whether a weight may exceed the range of its type: it is then clamped, and products with codes are not."""
     largest = encoded.parts["scale"].float().abs().max().item() * (1 << (encoded.bits["codes"] - 1))
     return not largest <= torch.finfo(encoded.dtype).max

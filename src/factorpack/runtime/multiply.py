@@ -74,7 +74,7 @@ def _fastest(inputs: Tensor, packed: Tensor, bits: int, scale: Tensor | None) ->
                 return multiply_rows(inputs, packed, bits, scale)
         except UNSUITED as error:
             obstacle = f"the kernel does not suit this GPU or triton ({error})"
-    _warn_once(f"packed layers are computed in plain torch, which is slower: {obstacle}")
+    warn_once(f"packed layers are computed in plain torch, which is slower: {obstacle}")
     return multiply_reference(inputs, packed, bits, scale)
 
 
@@ -113,7 +113,7 @@ def why_no_kernel(inputs: Tensor) -> str:
     """Why the kernel cannot take these inputs; empty where it can."""
     if inputs.dtype not in (torch.float16, torch.bfloat16):
         return f"inputs are {inputs.dtype}, the kernel takes torch.float16 and torch.bfloat16"
-    if not _has_triton():
+    if not has_triton():
         return "the kernel needs triton, which is not installed"
     major, minor = torch.cuda.get_device_capability(inputs.device)
     if torch.version.cuda is not None and major < 8:
@@ -122,10 +122,10 @@ def why_no_kernel(inputs: Tensor) -> str:
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
     warnings.warn(text, stacklevel=2)

@@ -209,7 +209,7 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["count", "scale_stride"])  # type: ignore[untyped-decorator]
-def _sum_splits(  # type: ignore[no-untyped-def]
+def add_splits(  # type: ignore[no-untyped-def]
     sums, scale, out, N, count, scale_stride, SCALED: tl.constexpr, SUMMED: tl.constexpr, MOST: tl.constexpr
 ):
     """One program: SUMMED outputs of one sample, from `count` <= MOST partial sums that are read at once."""
@@ -263,7 +263,7 @@ def multiply_rows(
         num_stages=launch.stages,
     )
     if not is_single:
-        _sum_splits[triton.cdiv(rows, SUMMED), batch](
+        add_splits[triton.cdiv(rows, SUMMED), batch](
             sums,
             scale,
             out,

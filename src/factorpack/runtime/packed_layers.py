@@ -17,7 +17,7 @@ class PackedLayer(nn.Module):
     packed: PackedWeight
 
     def _rebuilt(self) -> Tensor:
-        return self.packed()  # type: ignore[no-any-return]
+        return self.packed.forward()
 
     weight: Any = property(_rebuilt)  # a parameter in the classes it is mixed with, which own the name
 
@@ -28,9 +28,20 @@ class PackedLayer(nn.Module):
 class PackedLinear(PackedLayer, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         packed = self.packed
+        if self._is_vector(input) and packed.has_product:
+            outputs = packed.multiplied(input.reshape(-1).to(compute_dtype(input)))
+            outputs = outputs.view(*input.shape[:-1], self.out_features)
+            return outputs if self.bias is None else outputs + self.bias.to(outputs.dtype)
         if not on_gpu(input) or "codes" not in packed.in_rows:
             return super().forward(input)
         return self.multiplied(input.to(compute_dtype(input)), "codes", packed.part("scale").view(-1))
+
+    def _is_vector(self, input: Tensor) -> bool:
+        """Whether it is one sample that a kernel may multiply by lanes: in 16 bits, and not to be differentiated."""
+        if not on_gpu(input) or input.numel() != self.in_features:
+            return False
+        is_differentiated = torch.is_grad_enabled() and input.requires_grad
+        return compute_dtype(input).itemsize == 2 and not is_differentiated
 
     def multiplied(self, inputs: Tensor, name: str, scale: Tensor | None) -> Tensor:
         """Inputs (..., codes per row) times rows of codes, plus the bias: (..., outputs)."""

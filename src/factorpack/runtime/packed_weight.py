@@ -1,4 +1,8 @@
-"""A weight that is held in memory as packed codes and rebuilt each time it is read."""
+"""A weight that is held in memory as packed codes and rebuilt each time it is read.
+
+On a GPU, codes are held entropy-coded where that is smaller: in lanes, see lanes.py. Elsewhere they have a
+fixed width.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,19 @@ from torch import Tensor, nn
 
 from factorpack.decoding import check_indices, rebuild
 from factorpack.kinds import KINDS
+from factorpack.kinds.scalar_codes import may_clamp
 from factorpack.kinds.slices import Range
-from factorpack.quantize.uniform import from_codes
+from factorpack.quantize.uniform import code_dtype, from_codes
 from factorpack.record import Encoded
 from factorpack.runtime.bit_planes import pack_codes, unpack_at, unpack_codes, unpack_range, unpack_reference
 from factorpack.runtime.code_rows import find_row_codes, pack_rows, unpack_rows, unpack_rows_reference
+from factorpack.runtime.lane_decode import decode, multiply, uses_lanes
+from factorpack.runtime.lanes import LaneLayout, fits_lanes, pack_lanes
+
+FEWEST_IN_LANES = 4096
+"""Codes below which a table of frequencies is not worth it."""
+ROWS_MARGIN = 1.25
+"""What rows of fixed width may take beside lanes: a kernel multiplies by them several times as fast."""
 
 
 class PackedWeight(nn.Module):
@@ -36,8 +48,14 @@ class PackedWeight(nn.Module):
         self.tiling = KINDS[self.kind].tiling(self.part_shapes)
         self.in_rows = find_row_codes(encoded)
         """Codes that inputs are multiplied by directly, and their shape then: (outputs, codes per output)."""
+        self.lanes: dict[str, LaneLayout] = {}
+        """Codes that are entropy-coded, and where everything is in their bytes."""
+        is_laned = uses_lanes(like)
         for name, part in encoded.parts.items():
-            self.register_buffer(name, self._stored(name, part).to(like.device))
+            self.register_buffer(name, self._stored(name, part, is_laned).to(like.device))
+        self.scaled_lanes = self._scaled_lanes(encoded)
+        self.codes: Tensor
+        self.scale: Tensor
         self.like: Tensor
         self.register_buffer("like", torch.empty(0, dtype=like.dtype, device=like.device), persistent=False)
         self.folded: Tensor | None
@@ -45,14 +63,33 @@ class PackedWeight(nn.Module):
         self.folded_mean: Tensor | None
         self.register_buffer("folded_mean", None, persistent=False)
 
-    def _stored(self, name: str, part: Tensor) -> Tensor:
+    def _stored(self, name: str, part: Tensor, is_laned: bool) -> Tensor:
         if name not in self.bits:
             return part.contiguous().view(torch.uint8)
-        is_transposed, _, _ = self._memory_shape(name)
+        is_transposed, _, width = self._memory_shape(name)
         codes = part.T if is_transposed else part
         if name in self.in_rows:
-            return pack_rows(codes.reshape(self.in_rows[name]), self.bits[name])
-        return pack_codes(codes, self.bits[name])
+            fixed, margin = pack_rows(codes.reshape(self.in_rows[name]), self.bits[name]), ROWS_MARGIN
+        else:
+            fixed, margin = pack_codes(codes, self.bits[name]), 1.0
+        if not is_laned or part.numel() < FEWEST_IN_LANES:
+            return fixed
+        if not fits_lanes(int(part.min()), int(part.max())):
+            return fixed
+        by_input = self._is_by_input(name)
+        outputs = self.layout.outputs if part.numel() % self.layout.outputs == 0 else 1
+        columns = outputs if by_input else part.numel() // outputs
+        numbers = (codes.T if by_input else codes).contiguous().cpu().numpy()
+        stored, layout = pack_lanes(numbers, columns, width if is_transposed else 1, free=not by_input)
+        if margin * stored.numel() >= fixed.numel():
+            return fixed
+        self.lanes[name] = layout
+        self.in_rows.pop(name, None)
+        return stored
+
+    def _is_by_input(self, name: str) -> bool:
+        """Whether lanes have a row of codes per input and not per output: a product then needs no sum of lanes."""
+        return self.kind == "scalar" and name == "codes" and len(self.shape) == 2
 
     def fold(self) -> None:
         """Stores C times all scales, (d, k), where Z is in rows and then needs no scale; and mu of all tiles
@@ -81,12 +118,43 @@ class PackedWeight(nn.Module):
 
     def forward(self) -> Tensor:
         """The weight as `load_into` would give it to the model."""
+        if self.scaled_lanes:
+            weight = decode(
+                self.codes,
+                self.lanes["codes"],
+                self.scale.view(self.part_dtypes["scale"]),
+                self.scaled_lanes,
+                self.like.dtype,
+                self.decoded,
+            )
+            return weight.view(-1, self.shape[0]).T if self._is_by_input("codes") else weight.view(self.shape)
         # The file defines products in FP32, with mixed precision or without.
         with torch.autocast(self.like.device.type, enabled=False):
             # A compiler would unroll every slice, and on a GPU many small kernels take longer.
             if torch.compiler.is_compiling() or self.like.device.type != "cpu":
                 return rebuild(self.encoded()).to(self.like.dtype)
             return self._by_slices()
+
+    def _scaled_lanes(self, encoded: Encoded) -> str:
+        """How scales go with lanes, where these decode to the weight itself: see `decode`. Otherwise empty."""
+        if self.kind != "scalar" or not self.lanes or self.layout.transposed_groups or may_clamp(encoded):
+            return ""
+        scales, columns = self.part_shapes["scale"][0], self.lanes["codes"].columns
+        if scales == 1:
+            return "one"
+        if self._is_by_input("codes"):
+            return "column" if columns == scales else ""
+        return "row" if columns * scales == math.prod(self.shape) else ""
+
+    @property
+    def has_product(self) -> bool:
+        """Whether a vector can be multiplied by lanes, without decoding the weight to memory."""
+        return self.scaled_lanes in ("one", "column") and self.lanes["codes"].columns == self.shape[0]
+
+    def multiplied(self, inputs: Tensor) -> Tensor:
+        """A vector of inputs times the weight, (K,) -> (N,), with scales applied to the sums."""
+        scale = self.scale.view(self.part_dtypes["scale"]).view(-1)
+        return multiply(inputs, self.codes, self.lanes["codes"], scale)
 
     def _by_slices(self) -> Tensor:
         slices = KINDS[self.kind].cut(self.layout, self.part_shapes)
@@ -132,6 +200,8 @@ class PackedWeight(nn.Module):
         """A part's entries for some rows, which consist of `tiles`, along the first axis that codes have in memory."""
         if name not in self.bits:
             return self.part(name).index_select(axis, tiles)
+        if name in self.lanes:
+            return self.part(name).index_select(axis, tiles)
         is_transposed, count, width = self._memory_shape(name)
         assert axis == is_transposed
         stored, bits = getattr(self, name), self.bits[name]
@@ -157,6 +227,8 @@ class PackedWeight(nn.Module):
             whole = stored.view(self.part_dtypes[name])
             return whole if taken is None else taken.of(whole)
         is_transposed, count, width = self._memory_shape(name)
+        if taken is not None and name in self.lanes:
+            return taken.of(self.part(name))
         if taken is None:
             codes = self._codes(name, count * width)
         else:
@@ -167,11 +239,15 @@ class PackedWeight(nn.Module):
     def _codes(self, name: str, count: int) -> Tensor:
         """All codes of a part, in memory order."""
         stored, bits = getattr(self, name), self.bits[name]
+        if name in self.lanes:
+            dtype = code_dtype(bits)
+            codes = decode(stored, self.lanes[name], None, "", dtype, dtype)
+            return codes.view(-1, self.shape[0]).T.reshape(-1) if self._is_by_input(name) else codes
         # The first call of a custom operator makes torch import its compiler, which takes seconds.
         compiling = torch.compiler.is_compiling()
         if name in self.in_rows:
             unpack = unpack_rows if compiling else unpack_rows_reference
-            codes: Tensor = unpack(stored, bits, self.in_rows[name][1])
+            codes = unpack(stored, bits, self.in_rows[name][1])
         else:
             codes = unpack_codes(stored, bits, count) if compiling else unpack_reference(stored, bits, count)
         return codes
@@ -196,5 +272,8 @@ class PackedWeight(nn.Module):
         return (True, columns, rows) if is_transposed else (False, rows, columns)
 
     def extra_repr(self) -> str:
-        widths = ", ".join(f"{name} of {bits} bits" for name, bits in self.bits.items())
+        widths = ", ".join(
+            f"{name} of {bits} bits, entropy-coded" if name in self.lanes else f"{name} of {bits} bits"
+            for name, bits in self.bits.items()
+        )
         return f"{tuple(self.shape)} as {self.kind}: {widths}"

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from factorpack.budget.norm_bits import is_norm, round_as
 from factorpack.errors import SourceError
 from factorpack.kinds import KINDS
 from factorpack.kinds.base import cast_clamped
@@ -80,10 +81,12 @@ class PackedModel(nn.Module):
             if name in trained:
                 continue
             if KINDS[encoded.kind].is_raw:
-                stored = encoded.parts["values"].dtype
-                method = Keep(stored if stored.is_floating_point else None)
-                kept = method.encode(Weight(current[name].detach().cpu()))
-                trained[name] = replace(encoded, parts=kept.parts)
+                stored = encoded.parts["values"]
+                method = Keep(stored.dtype if stored.is_floating_point() else None)
+                (kept,) = method.encode(Weight(current[name].detach().cpu())).parts.values()
+                if is_norm(name, encoded.shape):  # with more bits the file would be larger
+                    kept = round_as(kept, stored)
+                trained[name] = replace(encoded, parts={"values": kept})
             else:
                 trained[name] = encoded
         return {name: trained[name] for name in packed}

@@ -1,0 +1,199 @@
+"""Which model codes which entry of a matrix in lanes, and the tables that a decoder looks up.
+
+As in a file, the class of an entry is its row's class plus its column's, and each class has its own
+frequencies. There are fewer classes than in a file, since each one's table takes memory.
+
+A symbol is a code without its lowest `raw_bits`, which are nearly uniform where codes are wide; or it is a
+pair of codes. A table has 2^table_bits slots, and each symbol has as many of them as its frequency. The entry of
+a slot is an integer of 32 bits: the frequency minus one in the lowest `table_bits`, above it the slot's number
+among those of its symbol, above that the symbol, signed. A code so rare that it has no slot is coded as zero, and
+patched afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+STATE_BITS, WORD_BITS = 12, 16
+"""A lane's state is between 2^12 and 2^28: below, it takes a word."""
+TABLE_BITS, RAW_BITS, MOST_MODELS = (6, 7, 8, 9, 10, 11), (0, 1, 2, 3), (1, 2, 4, 8, 16)
+"""What is tried. At most STATE_BITS bits of the state may be read at a time."""
+PAIR_TABLE_BITS, PAIR_BITS = 11, 5
+"""For symbols that are pairs: bits of the table, and of each code."""
+LIMIT = 1 << 11
+"""Codes from -2048 to 2047 can be in lanes."""
+PATCH_BITS = 32
+_PATCH_SHARE = 0.06
+"""A symbol that would have fewer slots than this is cheaper as a patch."""
+_SAMPLE = 1 << 20
+"""Entries from which models are chosen."""
+
+Codes = NDArray[np.integer]
+Classes = NDArray[np.uint8]
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Models:
+    """Classes of rows (r,) and columns (n,), and the frequencies of each model: (models, symbols)."""
+
+    table_bits: int
+    raw_bits: int
+    rows: Classes
+    columns: Classes
+    low: int
+    """The first symbol of the table."""
+    frequencies: Counts
+
+    def entries(self) -> NDArray[np.int32]:
+        """What the decoder looks up: (models, 2^table_bits)."""
+        models, symbols = self.frequencies.shape
+        each = self.frequencies.ravel()
+        symbol = np.repeat(np.tile(self.low + np.arange(symbols), models), each)
+        within = np.arange(len(symbol)) - np.repeat(np.cumsum(each) - each, each)
+        entries = symbol << 2 * self.table_bits | within << self.table_bits | np.repeat(each, each) - 1
+        return entries.astype(np.int32).reshape(models, -1)
+
+    def joint(self, symbols: Codes) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """The place in `frequencies` of every symbol of (r, n), and which of them must be patched."""
+        size = self.frequencies.shape[1]
+        number = symbols.astype(np.int32) - np.int32(self.low)
+        first = np.zeros_like(number)
+        if len(self.frequencies) > 1:
+            first = (self.rows[:, None].astype(np.int32) + self.columns) * np.int32(size)
+        outside = (number < 0) | (number >= size)
+        number[outside] = 0
+        is_rare = outside | (self.frequencies.ravel()[first + number] == 0)
+        number[is_rare] = -self.low
+        return first + number, is_rare
+
+
+def fit_models(codes: Codes) -> tuple[Models, float]:
+    """The models with which a matrix (r, n) of at least one code takes fewest bytes, and these, estimated."""
+    step = min(max(1, codes.size // _SAMPLE), len(codes))
+    taken = codes[::step]
+    scale = codes.size / taken.size
+    best: tuple[float, int, int, tuple[Classes, Classes]] | None = None
+    for rows, columns in _classings(codes, step):
+        low, counts = _counts(taken, rows[::step], columns)
+        side = len(rows) + len(columns) if len(counts) > 1 else 0
+        for table_bits, raw_bits in product(TABLE_BITS, RAW_BITS):
+            if table_bits + raw_bits > STATE_BITS:
+                continue
+            message = _message_bits(*_merged(low, counts, raw_bits), table_bits)
+            message = scale * (message + raw_bits * taken.size) / 8
+            total = message + (4 * len(counts) << table_bits) + side
+            if best is None or total < best[0]:
+                best = total, table_bits, raw_bits, (rows, columns)
+    assert best is not None
+    total, table_bits, raw_bits, (rows, columns) = best
+    low, counts = _merged(*_counts(codes, rows, columns), raw_bits)
+    return Models(table_bits, raw_bits, rows, columns, *_frequencies(low, counts, table_bits)), total
+
+
+def fit_pairs(symbols: Codes, most: float) -> Models | None:
+    """One model for symbols that are pairs; None where these would take more than `most` bytes."""
+    rows, columns = np.zeros(len(symbols), np.uint8), np.zeros(symbols.shape[1], np.uint8)
+    low, counts = _counts(symbols, rows, columns)
+    total = _message_bits(low, counts, PAIR_TABLE_BITS) / 8 + (4 << PAIR_TABLE_BITS)
+    if total > most:
+        return None
+    return Models(PAIR_TABLE_BITS, 0, rows, columns, *_frequencies(low, counts, PAIR_TABLE_BITS))
+
+
+def _classings(codes: Codes, step: int) -> Iterator[tuple[Classes, Classes]]:
+    """One class; classes of columns; classes of rows and columns: by logarithms of mean magnitudes."""
+    rows, columns = np.zeros(len(codes), np.uint8), np.zeros(codes.shape[1], np.uint8)
+    yield rows, columns
+    across = min(max(1, codes.size // _SAMPLE), codes.shape[1])
+    of_columns = np.log2(_sizes(codes[::step]).mean(0))
+    for most in MOST_MODELS[1:]:
+        yield rows, _classes(of_columns, most)
+    of_rows = np.log2((_sizes(codes[:, ::across]) / np.exp2(of_columns[::across])).mean(1))
+    of_columns = np.log2((_sizes(codes[::step]) / np.exp2(of_rows[::step, None])).mean(0))
+    for most in MOST_MODELS[2:]:
+        width = max(float(np.ptp(of_rows) + np.ptp(of_columns)) / (most - 1), 1e-6)
+        yield (
+            np.round((of_rows - of_rows.min()) / width).astype(np.uint8),
+            np.round((of_columns - of_columns.min()) / width).astype(np.uint8),
+        )
+
+
+def _sizes(codes: Codes) -> NDArray[np.float32]:
+    return np.abs(codes.astype(np.float32)) + np.float32(0.02)
+
+
+def _classes(values: NDArray[np.float32], most: int) -> Classes:
+    """Up to `most` classes of equal width."""
+    width = max(float(np.ptp(values)) / most, 1e-6)
+    found: Classes = np.minimum((values - values.min()) / width, most - 1).astype(np.uint8)
+    return found
+
+
+def _counts(codes: Codes, rows: Classes, columns: Classes) -> tuple[int, Counts]:
+    """The lowest code, or 0 if that is lower, and how often each model has each code from it on."""
+    low = min(int(codes.min()), 0)
+    size = max(int(codes.max()), 0) - low + 1
+    number = codes.astype(np.int32) - low
+    models = int(rows.max()) + int(columns.max()) + 1
+    if models > 1:
+        number += (rows[:, None].astype(np.int32) + columns) * np.int32(size)
+    return low, np.bincount(number.ravel(), minlength=models * size).reshape(models, size)
+
+
+def _merged(low: int, counts: Counts, raw_bits: int) -> tuple[int, Counts]:
+    """Counts of codes without their lowest bits."""
+    first = low >> raw_bits
+    before = low - (first << raw_bits)
+    after = -(before + counts.shape[1]) % (1 << raw_bits)
+    padded = np.pad(counts, ((0, 0), (before, after)))
+    return first, padded.reshape(len(counts), -1, 1 << raw_bits).sum(2)
+
+
+def _patched(low: int, counts: Counts, table_bits: int) -> tuple[Counts, int]:
+    """Counts in which rare symbols are zeros, with at least one zero in each model; and how many are rare."""
+    symbols, most = low + np.arange(counts.shape[1]), 1 << 31 - 2 * table_bits
+    fits = (symbols >= -most) & (symbols < most)
+    kept = (counts << table_bits > _PATCH_SHARE * counts.sum(1, keepdims=True)) & fits
+    kept[:, -low] = True
+    found = np.where(kept, counts, 0)
+    rare = (counts - found).sum(1)
+    found[:, -low] = np.maximum(found[:, -low] + rare, 1)
+    return found, int(rare.sum())
+
+
+def _message_bits(low: int, counts: Counts, table_bits: int) -> float:
+    """Bits of the symbols, without raw bits, with frequencies that are nearly those of `_frequencies`."""
+    counts, rare = _patched(low, counts, table_bits)
+    if int(np.count_nonzero(counts, 1).max()) > 1 << table_bits:
+        return np.inf
+    slots = counts / counts.sum(1, keepdims=True) * (1 << table_bits)
+    slots = np.where(counts > 0, np.maximum(slots, 1), 0)
+    share = slots / slots.sum(1, keepdims=True)
+    return float(PATCH_BITS * rare - (counts * np.log2(np.where(counts > 0, share, 1))).sum())
+
+
+def _frequencies(low: int, counts: Counts, table_bits: int) -> tuple[int, Counts]:
+    """The first symbol, and each model's frequencies from it on: each row sums to 2^table_bits."""
+    counts, _ = _patched(low, counts, table_bits)
+    used = np.flatnonzero(counts.any(0))
+    counts = counts[:, used[0] : used[-1] + 1]
+    return low + int(used[0]), np.stack([_normalized(each, 1 << table_bits) for each in counts])
+
+
+def _normalized(counts: Counts, total: int) -> Counts:
+    """Frequencies that sum to `total`, at least 1 where there is a count."""
+    slots = np.where(counts > 0, np.maximum(np.round(counts * (total / counts.sum())), 1), 0).astype(np.int64)
+    while extra := int(slots.sum()) - total:
+        # Where a slot more or less changes the length least.
+        free = slots > 1 if extra > 0 else counts > 0
+        other = np.maximum(slots - np.sign(extra), 1)
+        loss = np.where(free, counts * np.log2(np.maximum(slots, 1) / other), np.inf)
+        moved = min(max(abs(extra) // 4, 1), int(free.sum()))
+        slots[np.argsort(loss, kind="stable")[:moved]] -= np.sign(extra)
+    return slots

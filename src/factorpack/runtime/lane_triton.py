@@ -1,0 +1,427 @@
+"""Kernels that decode lanes: a thread per lane, a row of codes per step.
+
+A step waits for two loads: an entry of the table, and sometimes a word. The table stays in the multiprocessor's
+first cache. Words are touched some steps before they are needed, which brings them there too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from factorpack.record import dtype_name
+from factorpack.runtime.lanes import GROUP, LaneLayout
+from factorpack.runtime.multiply_triton import SUMMED, add_splits
+
+STEPS, UNROLL = 32, 4
+"""Steps between touches, and steps of which the code is repeated."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _next_word(wanted, word, place, left, words, stride, tail, TAILS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Lanes that used their word load the next one."""
+    if TAILS:
+        left -= wanted.to(tl.int32)
+        after = tl.where(left > 0, place + stride, tl.where(left == 0, tail, place + 1))
+        place = tl.where(wanted, after, place)
+    else:
+        place = tl.where(wanted, place + stride, place)
+    word = tl.where(wanted, tl.load(words + place, wanted, 0).to(tl.int32), word)
+    return word, place, left
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _next_codes(  # type: ignore[no-untyped-def]
+    state,
+    word,
+    place,
+    left,
+    words,
+    table,
+    stride,
+    tail,
+    N: tl.constexpr,
+    RAW: tl.constexpr,
+    PAIR: tl.constexpr,
+    TAILS: tl.constexpr,
+):
+    """The next code of every lane, or the next two, and how it goes on."""
+    MASK: tl.constexpr = (1 << N) - 1
+    WIDTH: tl.constexpr = 5
+    entry = tl.load(table + ((state >> RAW) & MASK))
+    low = state & ((1 << RAW) - 1)
+    state = ((entry & MASK) + 1) * (state >> (RAW + N)) + ((entry >> N) & MASK)
+    wanted = state < 4096
+    state = tl.where(wanted, (state << 16) | word, state)
+    word, place, left = _next_word(wanted, word, place, left, words, stride, tail, TAILS)
+    symbol = entry >> (2 * N)
+    if PAIR:
+        first = symbol >> WIDTH
+        second = (symbol << (32 - WIDTH)) >> (32 - WIDTH)
+    else:
+        first = (symbol << RAW) | low
+        second = first
+    return first, second, state, word, place, left
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rows(  # type: ignore[no-untyped-def]
+    start,
+    stop,
+    state,
+    word,
+    place,
+    left,
+    even,
+    odd,
+    words,
+    table,
+    stride,
+    tail,
+    classes,
+    of_lane,
+    inputs,
+    scale,
+    factor,
+    out,
+    count,
+    columns,
+    column,
+    kept,
+    N: tl.constexpr,
+    RAW: tl.constexpr,
+    CLASSED: tl.constexpr,
+    PAIR: tl.constexpr,
+    SCALED: tl.constexpr,
+    EVEN: tl.constexpr,
+    DECODED: tl.constexpr,
+    MULTIPLIED: tl.constexpr,
+    TAILS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Some rows of all lanes: stored, or multiplied by the inputs and added up."""
+    number = tl.zeros([1], tl.int64) + start
+    number = number * columns + column
+    for at in tl.range(start, stop, loop_unroll_factor=UNROLL):
+        own = table
+        if CLASSED:
+            own = table + (of_lane + (tl.load(classes + at).to(tl.int32) << N))
+        first, second, state, word, place, left = _next_codes(
+            state, word, place, left, words, own, stride, tail, N, RAW, PAIR, TAILS
+        )
+        if MULTIPLIED:
+            value = tl.load(inputs + at).to(tl.float32)
+            even += first.to(tl.float32) * value
+            if PAIR:
+                odd += second.to(tl.float32) * value
+        else:
+            values = tl.join(first, second) if PAIR else first
+            if SCALED == "row":
+                factor = tl.load(scale + at).to(tl.float32)
+            if SCALED != "":
+                values = (values.to(tl.float32) * factor).to(DECODED)
+            inside = kept if EVEN else kept & (number < count)
+            tl.store(out + number, values.to(out.dtype.element_ty), inside)
+            number += columns
+    return state, word, place, left, even, odd
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _decode(  # type: ignore[no-untyped-def]
+    packed,
+    inputs,
+    scale,
+    out,
+    count,
+    columns,
+    lanes,
+    segment,
+    groups,
+    headers_at,
+    groups_at,
+    table_at,
+    patches_at,
+    classes_at,
+    rows,
+    longer_at,
+    N: tl.constexpr,
+    RAW: tl.constexpr,
+    CLASSED: tl.constexpr,
+    PATCHED: tl.constexpr,
+    LONG: tl.constexpr,
+    PAIR: tl.constexpr,
+    SCALED: tl.constexpr,
+    EVEN: tl.constexpr,
+    DECODED: tl.constexpr,
+    MULTIPLIED: tl.constexpr,
+    LANES: tl.constexpr,
+    STEPS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """One program: a group of lanes, from the first row of its segment to the last."""
+    part = tl.program_id(0) // groups
+    group = tl.program_id(0) % groups
+    within = tl.arange(0, LANES)
+    lane = group * LANES + within
+    inside = lane < lanes
+    words = packed.to(tl.pointer_type(tl.uint16), bitcast=True)
+    headers = (packed + headers_at).to(tl.pointer_type(tl.uint32), bitcast=True)
+    header = tl.load(headers + part * lanes + lane, inside, 0)
+    about = (packed + groups_at).to(tl.pointer_type(tl.int32), bitcast=True) + tl.program_id(0) * 4
+    begin, levels, safe = tl.load(about), tl.load(about + 1), tl.load(about + 2)
+    state = (header & 0xFFFFFFF).to(tl.int32)
+    tails = (header >> 28).to(tl.int32)
+    if LONG:
+        tails += tl.load(packed + longer_at + part * lanes + lane, inside, 0).to(tl.int32) << 4
+    stride = min(lanes - group * LANES, LANES)
+    tail = begin + levels * stride + tl.cumsum(tails, 0) - tails
+    place = tl.where(levels > 0, begin + within, tail)
+    place = tl.where(inside, place, begin)
+    word = tl.load(words + place).to(tl.int32)
+    table = (packed + table_at).to(tl.pointer_type(tl.int32), bitcast=True)
+    classes = packed + classes_at
+    of_lane = lane
+    if CLASSED:
+        of_lane = tl.load(classes + rows + lane, inside, 0).to(tl.int32) << N
+    column, kept = lane, inside
+    if PAIR:
+        column = (lane * 2)[:, None] + tl.arange(0, 2)[None, :]
+        kept = inside[:, None] & (column < columns)
+    factor = 1.0
+    if SCALED == "one":
+        factor = tl.load(scale).to(tl.float32)
+    if SCALED == "column":
+        factor = tl.load(scale + column, kept, 0.0).to(tl.float32)
+    row = part * segment
+    stop = min(row + segment, rows)
+    middle = min(row + safe, stop)
+    left = levels + tl.zeros([LANES], tl.int32)
+    even = tl.zeros([LANES], tl.float32)
+    odd = tl.zeros([LANES], tl.float32)
+    # A sector of 32 bytes per thread: the levels that STEPS steps use, about, two rounds before.
+    chunk = levels * stride * STEPS // max(stop - row, 1)
+    last = max(begin + levels * stride - 1, begin)
+    touched = tl.load(words + tl.minimum(begin + chunk + within * 16, last)).to(tl.int32)
+    total = touched
+    touched = tl.load(words + tl.minimum(begin + within * 16, last)).to(tl.int32)
+    for start in range(row, middle, STEPS):
+        total += touched
+        ahead = begin + chunk * ((start - row) // STEPS + 2) + within * 16
+        touched = tl.load(words + tl.minimum(ahead, last)).to(tl.int32)
+        state, word, place, left, even, odd = _rows(
+            start,
+            min(start + STEPS, middle),
+            state,
+            word,
+            place,
+            left,
+            even,
+            odd,
+            words,
+            table,
+            stride,
+            tail,
+            classes,
+            of_lane,
+            inputs,
+            scale,
+            factor,
+            out,
+            count,
+            columns,
+            column,
+            kept,
+            N,
+            RAW,
+            CLASSED,
+            PAIR,
+            SCALED,
+            EVEN,
+            DECODED,
+            MULTIPLIED,
+            False,
+            UNROLL,
+        )
+    left = tl.where(levels > 0, levels - (place - begin) // stride, 0)
+    state, word, place, left, even, odd = _rows(
+        middle,
+        stop,
+        state,
+        word,
+        place,
+        left,
+        even,
+        odd,
+        words,
+        table,
+        stride,
+        tail,
+        classes,
+        of_lane,
+        inputs,
+        scale,
+        factor,
+        out,
+        count,
+        columns,
+        column,
+        kept,
+        N,
+        RAW,
+        CLASSED,
+        PAIR,
+        SCALED,
+        EVEN,
+        DECODED,
+        MULTIPLIED,
+        True,
+        1,
+    )
+    if MULTIPLIED:
+        sums = tl.join(even, odd) if PAIR else even
+        tl.store(out + part * columns + column, sums, kept)
+    if PATCHED:
+        tl.debug_barrier()  # the codes that are patched have been written by other threads
+        patches = (packed + patches_at).to(tl.pointer_type(tl.int32), bitcast=True)
+        last = tl.load(about + 7)
+        for start in range(tl.load(about + 3), last, LANES):
+            real = start + within < last
+            patch = tl.load(patches + start + within, real, 0)
+            at = row + ((patch >> 20) & 0xFFF)
+            place = group * LANES * (2 if PAIR else 1) + ((patch >> 12) & 0xFF)
+            code = ((patch << 20) >> 20).to(tl.float32)
+            if MULTIPLIED:
+                value = code * tl.load(inputs + at, real, 0.0).to(tl.float32)
+                tl.atomic_add(out + part * columns + place, value, real)
+            else:
+                weight = code
+                if SCALED == "one":
+                    weight = (code * factor).to(DECODED)
+                if SCALED == "row":
+                    weight = (code * tl.load(scale + at, real, 0.0).to(tl.float32)).to(DECODED)
+                if SCALED == "column":
+                    weight = (code * tl.load(scale + place, real, 0.0).to(tl.float32)).to(DECODED)
+                tl.store(out + at.to(tl.int64) * columns + place, weight.to(out.dtype.element_ty), real)
+    # No table has so many rows: what is touched must be used, or it would not be loaded.
+    tl.store(out + lane, (total & 1).to(out.dtype.element_ty), inside & (rows < 0))
+
+
+_COMPILED: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
+"""Compiled kernels and the arguments that do not change, so that a call need not look for them again."""
+
+
+def decode_lanes(
+    packed: Tensor, layout: LaneLayout, scale: Tensor | None, scaled: str, out: Tensor, decoded: torch.dtype
+) -> None:
+    """Decodes into `out`: codes, or their products with the scale, rounded to `decoded` and then converted.
+
+    `scaled` is "" for codes, "one" for one scale, "row" or "column" for one per row or column of the matrix.
+    """
+    _launch(packed, layout, None, scale, scaled, out, decoded)
+
+
+def multiply_lanes(inputs: Tensor, packed: Tensor, layout: LaneLayout, scale: Tensor) -> Tensor:
+    """A vector times the matrix, then times one scale or one per column: (rows,) -> (columns,)."""
+    sums = torch.empty(layout.segments, layout.columns, dtype=torch.float32, device=inputs.device)
+    _launch(packed, layout, inputs, None, "", sums, torch.float32)
+    out = torch.empty(layout.columns, dtype=inputs.dtype, device=inputs.device)
+    _add_up(sums, scale, out)
+    return out
+
+
+def _add_up(sums: Tensor, scale: Tensor, out: Tensor) -> None:
+    """The sums over segments, scaled."""
+    tensors = (sums, scale, out)
+    known = (add_splits, sums.shape, len(scale), *_kinds(tensors))
+    if not _rerun(known, tensors):
+        numbers = (out.numel(), len(sums), int(len(scale) > 1))
+        constants = {"SCALED": True, "SUMMED": SUMMED, "MOST": triton.next_power_of_2(len(sums))}
+        _run(add_splits, known, (triton.cdiv(out.numel(), SUMMED),), tensors, numbers, constants, 4)
+
+
+def _launch(
+    packed: Tensor,
+    layout: LaneLayout,
+    inputs: Tensor | None,
+    scale: Tensor | None,
+    scaled: str,
+    out: Tensor,
+    decoded: torch.dtype,
+) -> None:
+    tensors = (packed, inputs, scale, out)
+    known = (_decode, layout, scaled, decoded, *_kinds(tensors))
+    if not _rerun(known, tensors):
+        grid = (layout.segments * layout.groups,)
+        constants = _constants(layout, inputs, scaled, decoded)
+        _run(_decode, known, grid, tensors, _numbers(layout), constants, GROUP // 32)
+
+
+def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[object, ...]:
+    """What a compiled kernel depends on."""
+    aligned = (each is None or (each.dtype, each.device, each.data_ptr() % 16 == 0) for each in tensors)
+    return tuple(aligned)
+
+
+def _rerun(known: tuple[object, ...], tensors: tuple[Tensor | None, ...]) -> bool:
+    """Launches a kernel that has been launched for the same layout; False where none has been."""
+    found = _COMPILED.get(known)
+    if found is None:
+        return False
+    found[0](*tensors, *found[1])
+    return True
+
+
+def _run(
+    kernel: Any,
+    known: tuple[object, ...],
+    grid: tuple[int],
+    tensors: tuple[Tensor | None, ...],
+    numbers: tuple[int, ...],
+    constants: dict[str, object],
+    warps: int,
+) -> None:
+    compiled = kernel[grid](*tensors, *numbers, **constants, num_warps=warps)
+    if compiled is not None:  # the interpreter compiles nothing
+        _COMPILED[known] = compiled[*grid, 1, 1], (*numbers, *constants.values())
+
+
+def _numbers(layout: LaneLayout) -> tuple[int, ...]:
+    return (
+        layout.count,
+        layout.columns,
+        layout.lanes,
+        layout.segment,
+        layout.groups,
+        layout.headers_at,
+        layout.groups_at,
+        layout.table_at,
+        layout.patches_at,
+        layout.classes_at,
+        layout.rows,
+        layout.headers_at + 4 * layout.segments * layout.lanes,
+    )
+
+
+def _constants(
+    layout: LaneLayout, inputs: Tensor | None, scaled: str, decoded: torch.dtype
+) -> dict[str, object]:
+    """In the order of the kernel's arguments."""
+    return {
+        "N": layout.table_bits,
+        "RAW": layout.raw_bits,
+        "CLASSED": layout.models > 1,
+        "PATCHED": layout.has_patches,
+        "LONG": layout.has_long_tails,
+        "PAIR": layout.is_pair,
+        "SCALED": scaled,
+        "EVEN": layout.count == layout.rows * layout.columns,
+        "DECODED": getattr(tl, dtype_name(decoded)),
+        "MULTIPLIED": inputs is not None,
+        "LANES": GROUP,
+        "STEPS": STEPS,
+        "UNROLL": UNROLL,
+    }
