@@ -276,7 +276,7 @@ def say_seconds(seconds: float) -> str:
     """Seconds as a person would say them.
 
     >>> say_seconds(8.4), say_seconds(150), say_seconds(7300)
-    ('8 s', '2 min 30 s', '2 h 2 min')
+    ('8 s', '2 min 30 s', '2 h 1 min')
     """
     whole = max(round(seconds), 0)
     if whole < 60:
