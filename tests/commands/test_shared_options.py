@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 import factorpack as fp
 from factorpack import commands
 from factorpack.commands import compress_request
+from factorpack.commands.console import _width
 from factorpack.commands.shared_options import THREAD_VARIABLES, limited_threads
 from factorpack.format import encode_workers
 from tests.commands.running import invoke, ok, run
@@ -235,6 +236,7 @@ def test_what_is_read_and_written_is_in_utf8() -> None:
 def test_without_standard_output(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As under pythonw, or after `>&-`."""
     monkeypatch.setattr(sys, "stdout", None)
+    assert _width() == 180
     assert run(monkeypatch, "inspect", files["SMALL"]) == 0
 
 

@@ -117,8 +117,7 @@ def test_a_container_has_no_more_than_its_limit(tmp_path: Path, monkeypatch: pyt
 def test_workers_of_a_killed_driver_end(tmp_path: Path) -> None:
     """Also those forked after each other, which hold each other's pipes open."""
     code = (
-        "import sys, pathlib; from factorpack.engine import Local, Task; from factorpack.progress import ProgressUpdate
-from tests.engine import works\n"
+        "import sys, pathlib; from factorpack.engine import Local, Task; from tests.engine import works\n"
         "log = pathlib.Path(sys.argv[1])\n"
         "tasks = [Task(str(n), works.noted, (log, str(n), 0.5)) for n in range(9)]\n"
         "list(Local(workers=3, start='fork').run(tasks))"
