@@ -74,13 +74,14 @@ def main() -> None:
     given = parser.parse_args()
     needs = [need for need in read_needs() if not (given.plain and need.extra)]
     pythons = given.python or PYTHONS
-    missing = list(find_missing(needs, pythons))
-    for need, system, python, said in missing:
+    missing = []
+    for need, system, python, said in find_missing(needs, pythons):
+        missing.append(need)
         of = f"extra {need.extra}" if need.extra else "the plain package"
-        print(f"no wheel: {need.requirement} ({of}) on {system}, Python {python}: {said}")
+        print(f"no wheel: {need.requirement} ({of}) on {system}, Python {python}: {said}", flush=True)
     asked = len(needs) * len(SYSTEMS) * len(pythons)
     print(f"{len(needs)} requirements, {asked - len(missing)} of {asked} have wheels")
-    sys.exit(any(not need.extra for need, *_ in missing))
+    sys.exit(any(not need.extra for need in missing))
 
 
 if __name__ == "__main__":
