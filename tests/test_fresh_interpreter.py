@@ -85,6 +85,18 @@ model = torch.nn.Sequential(torch.nn.Linear(32, 24), torch.nn.Linear(24, 10))
 packed.apply(model, "packed")
 assert model(torch.ones(2, 32)).shape == (2, 10)
 """
+DECODE = "import factorpack as fp\nfp.load('small.safetensors').state_dict()"
+WEIGHT = """
+import sys, torch
+alone = len(sys.modules)
+import factorpack as fp
+fp.load, fp.save, fp.Packed
+reading = len(sys.modules)
+fp.compress, fp.plan, fp.methods
+assert reading <= 1.1 * alone, (reading, alone)
+assert len(sys.modules) <= 1.25 * alone, (len(sys.modules), alone)
+"""
+"""Modules are counted, because seconds depend on the machine: few beside torch's own."""
 COMMANDS_USE = {"typer", "rich"}, {"report", "source"}
 
 
@@ -97,7 +109,7 @@ def case(
 
 def command(*words: str, unwanted: Set[str] = frozenset()) -> dict[str, object]:
     modules, rooms = COMMANDS_USE
-    return case(HEAVY - modules | unwanted, COMPRESSOR - rooms, words=words)
+    return case(HEAVY - modules | unwanted, COMPRESSOR - rooms | {"runtime"}, words=words)
 
 
 CASES = {
@@ -108,6 +120,8 @@ CASES = {
     "read": case(
         HEAVY, COMPRESSOR | {"commands"}, quiet=True, code=READ, needed=["packed", "format", "runtime"]
     ),
+    "decode a file": case(HEAVY, COMPRESSOR | {"commands", "runtime"}, quiet=True, code=DECODE),
+    "few modules": case(HEAVY, set(), quiet=True, code=WEIGHT),
     "inspect": command("inspect", "small.safetensors"),
     "decode": command("decode", "small.safetensors", "-o", "out.safetensors"),
     "verify": command("verify", "small.safetensors"),

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from factorpack.printable import printable
-from factorpack.progress import Progress
+from factorpack.progress import Progress, _Bar
 
 HOSTILE = "\x1b]0;X\x07\x1b[2J\nok: 0 problems\r\u202e\u2066\x9b31m\x7f[/bold][red]:bomb:"
 SHOWN = r"\x1b]0;X\x07\x1b[2J\nok: 0 problems\r\u202e\u2066\x9b31m\x7f[/bold][red]:bomb:"
@@ -39,8 +39,9 @@ def test_a_name_in_the_progress_bar(monkeypatch: pytest.MonkeyPatch, verb: str) 
     monkeypatch.setenv("COLUMNS", "400")
     with Progress("working", 2) as bar:
         bar.show(HOSTILE) if verb == "show" else bar.advance(HOSTILE, 1)
-        assert bar._rich is not None
-        bar._rich.refresh()
+        display = bar._job._display
+        assert isinstance(display, _Bar)
+        display._rich.refresh()
     written = terminal.getvalue()
     assert SHOWN in written
     assert not any(piece in written for piece in ("\x1b]0;", "\x07", "\x1b[2J", "\u202e", "\u2066", "\x9b"))

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from factorpack.batches import evaluating
-from factorpack.budget.goals import budget_bytes, compress_to_bytes, compress_to_loss
+from factorpack.budget.goals import LOSS_TRIES, budget_bytes, compress_to_bytes, compress_to_loss
+from factorpack.budget.phases import phases_of
 from factorpack.budget.planner import BudgetRequest, Planner
 from factorpack.budget.tasks import compress_to_bytes_over
 from factorpack.calibration.calibrate import Calibration, calibrate
@@ -30,7 +31,7 @@ from factorpack.packed import Packed, load, save
 from factorpack.per_tensor import compress_per_tensor, work_folder
 from factorpack.planning.families import DEFAULT_METHOD, recipe_file, resolve_rules
 from factorpack.planning.rules import Choice
-from factorpack.progress import Progress
+from factorpack.progress import Job, Progress, ProgressOption, Showing
 from factorpack.record import Encoded, LayerMoments, LayerSample, weight_of
 from factorpack.solve.moments import has_moments
 from factorpack.source import Checkpoint, Source, open_source
@@ -53,7 +54,7 @@ def compress(
     curves: str | Path | None = None,
     to: str | Path | None = None,
     engine: Engine | None = None,
-    progress: bool = True,
+    progress: ProgressOption = True,
 ) -> Packed:
     """Compresses a model, a state dict or a checkpoint on disk: with `method`, or into a budget.
 
@@ -95,6 +96,9 @@ def compress(
     refinement weight by weight; this process runs the layers in order and codes them. On a CPU the file is
     the one that a single process with one thread makes, where this process has one thread.
 
+    `progress` shows one bar for the whole job, on a terminal or in a notebook. A function in its place is called
+    with each `factorpack.progress.ProgressUpdate`.
+
     What a budget or an engine has finished waits in the folder `to`.parts. If the call is killed, the same
     call resumes from there, and on a CPU with as many threads it ends in the same bytes.
 
@@ -119,35 +123,42 @@ def compress(
     _, rules = resolve_rules(recipe, opened, method, layers or {}, exclude, DEFAULT_METHOD, bool(budgets))
     kept = Path(curves) if curves is not None else None
     planner = (planner or Planner()).settled(calibration is not None)
-    settings = (planner, rules.layers, rules.exclude, kept, progress)
-    request = BudgetRequest(opened, model, calibration, *settings) if budgets else None
-    if engine is not None and calibration is None:
-        if to is None or max_loss is not None or curves is not None:
-            raise PlanError(
-                "an engine writes a file: say which with to=; without calibration it works on the weights alone, "
-                "so leave max_loss and curves out"
-            )
-        if request is None:
-            compress_per_tensor(Path(to), source, rules.plan(opened), opened, engine, progress)
-        else:
-            wanted = budget_bytes(opened, ratio, max_bytes)
-            compress_to_bytes_over(engine, Path(to), source, request, wanted)
+    tries = 0 if not budgets else 1 if max_loss is None else LOSS_TRIES
+    phases = phases_of(tries, calibration is not None, isinstance(calibration, Synthetic))
+    with Job(phases, progress) as job:
+        request = None
+        if budgets:
+            settings = (planner, rules.layers, rules.exclude, kept, job)
+            request = BudgetRequest(opened, model, calibration, *settings)
+        if engine is not None and calibration is None:
+            if to is None or max_loss is not None or curves is not None:
+                raise PlanError(
+                    "an engine writes a file: say which with to=; without calibration it works on the weights alone, "
+                    "so leave max_loss and curves out"
+                )
+            if request is None:
+                compress_per_tensor(Path(to), source, rules.plan(opened), opened, engine, job)
+            else:
+                wanted = budget_bytes(opened, ratio, max_bytes)
+                compress_to_bytes_over(engine, Path(to), source, request, wanted)
+            return load(to)
+        if request is not None:
+            resumable = work_folder(Path(to).absolute()) if to is not None else nullcontext()
+            with streaming(model), resumable as parts:
+                return _saved(
+                    _into_budget(replace(request, parts=parts, engine=engine), ratio, max_bytes, max_loss),
+                    to,
+                    job,
+                )
+        plan = rules.plan(opened)
+        if model is not None and calibration is not None:
+            encoded = dict(_encode_calibrated(model, opened, plan, calibration, sequential, job))
+            return _saved(Packed({name: encoded[name] for name in plan}, opened.aliases), to, job)
+        tensors = _encode_all(opened, plan, job)
+        if to is None:
+            return Packed(dict(tensors), opened.aliases)
+        write_packed(to, tensors, opened.aliases)
         return load(to)
-    if request is not None:
-        resumable = work_folder(Path(to).absolute()) if to is not None else nullcontext()
-        with streaming(model), resumable as parts:
-            return _saved(
-                _into_budget(replace(request, parts=parts, engine=engine), ratio, max_bytes, max_loss), to
-            )
-    plan = rules.plan(opened)
-    if model is not None and calibration is not None:
-        encoded = dict(_encode_calibrated(model, opened, plan, calibration, sequential, progress))
-        return _saved(Packed({name: encoded[name] for name in plan}, opened.aliases), to)
-    tensors = _encode_all(opened, plan, progress)
-    if to is None:
-        return Packed(dict(tensors), opened.aliases)
-    write_packed(to, tensors, opened.aliases)
-    return load(to)
 
 
 def _check_combination(
@@ -188,21 +199,24 @@ def _into_budget(
     else:
         found = compress_to_bytes(request, budget_bytes(request.source, ratio, max_bytes))
     packed = Packed(found.tensors, request.source.aliases, streams=found.streams)
-    packed.curves = found.curves
+    packed.curves, packed.estimated_loss = found.curves, found.estimated_loss
     return packed
 
 
-def _saved(packed: Packed, path: str | Path | None) -> Packed:
+def _saved(packed: Packed, path: str | Path | None, job: Job) -> Packed:
     """A packed model as its file holds it, where it is to have one."""
     if path is None:
         return packed
-    save(packed, path)
-    loaded = load(path)
-    loaded.curves = packed.curves
+    with Progress("saving", 1, job):
+        save(packed, path)
+        loaded = load(path)
+    loaded.curves, loaded.estimated_loss = packed.curves, packed.estimated_loss
     return loaded
 
 
-def _encode_all(source: Source, plan: Mapping[str, Choice], progress: bool) -> Iterator[tuple[str, Encoded]]:
+def _encode_all(
+    source: Source, plan: Mapping[str, Choice], progress: Showing
+) -> Iterator[tuple[str, Encoded]]:
     with Progress("compressing", _numel(source), progress) as bar:
         for name, choice in plan.items():
             bar.show(name)
@@ -216,7 +230,7 @@ def _encode_calibrated(
     plan: Mapping[str, Choice],
     calibration: Calibration | Iterable[Any] | Synthetic,
     sequential: bool,
-    progress: bool,
+    progress: Showing,
 ) -> Iterator[tuple[str, Encoded]]:
     """Layers in execution order, each with a sample where its method wants one; then those that never run."""
     wanted = {name: choice.method.samples for name, choice in plan.items()}

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from factorpack.batches import evaluating, forward
 from factorpack.decoding import decode
 from factorpack.errors import PlanError, SourceError, WeightError
-from factorpack.format.container import Reader, write_plain
+from factorpack.format.container import Reader, check_target, write_plain
 from factorpack.format.encode_ahead import Streams
 from factorpack.format.overwrite import check_output
 from factorpack.format.packed_file import write_packed
 from factorpack.format.read_ahead import read_ahead
-from factorpack.progress import Progress
+from factorpack.progress import Progress, ProgressOption
 from factorpack.record import DTYPES, Encoded
-from factorpack.runtime.apply import Applied, Mode, apply
 from factorpack.size import SizeReport, size_report
 
 if TYPE_CHECKING:
     from factorpack.budget.curves import Curve
+    from factorpack.runtime.apply import Applied, Mode
     from factorpack.tune.best import Tuned
 
 
@@ -49,6 +49,9 @@ class Packed(Mapping[str, Encoded]):
         self._streams = streams  # what was encoded to measure the file is not encoded again
         self.curves: Mapping[str, Curve] = {}
         """Rate-distortion curves of the weights, where a budget was planned on them just now."""
+        self.estimated_loss: float | None = None
+        """Nats of divergence from the original's predictions, where a budget was planned on calibration data just
+        now: an estimate, each weight's measured or predicted alone and added up."""
         self.tuned: Tuned | None = None
         """What fine-tuning did on held-out inputs, where it was done just now."""
 
@@ -86,7 +89,9 @@ class Packed(Mapping[str, Encoded]):
         state = {name: decode(encoded) for name, encoded in self._in_order()}
         return state | {alias: state[target] for alias, target in self.aliases.items()}
 
-    def decode_to(self, path: str | Path, progress: bool = True, dtype: torch.dtype | None = None) -> None:
+    def decode_to(
+        self, path: str | Path, progress: ProgressOption = True, dtype: torch.dtype | None = None
+    ) -> None:
         """Writes the decoded weights as an ordinary safetensors file, holding one tensor at a time.
 
         Tied tensors are decoded once and written under each of their names. With a `dtype`, such as
@@ -95,6 +100,7 @@ class Packed(Mapping[str, Encoded]):
         if dtype is not None and not dtype.is_floating_point:
             raise PlanError(f"dtype is {dtype}, expected a floating point type")
         check_output(Path(path), self.path)
+        check_target(Path(path))
         shapes, names = self.shapes(), self._names()
         ordered = {name: shapes[name] for own in names.values() for name in own}
         if dtype is not None:
@@ -141,6 +147,8 @@ class Packed(Mapping[str, Encoded]):
 
         >>> print(packed.apply(model, "auto", example=batch))  # doctest: +SKIP
         """
+        from factorpack.runtime.apply import apply  # whoever only reads does without
+
         self._check_fits(model)
         run = None if example is None else partial(_run_once, model, example)
         return apply(model, self._in_order(), self.aliases, mode, run, slack)
@@ -161,10 +169,15 @@ class Packed(Mapping[str, Encoded]):
         for name, target in targets.items():
             if shapes[name][1] != tuple(target.shape):
                 raise SourceError(
-                    f"tensor {name!r} is {shapes[name][1]} in the file, {tuple(target.shape)} in the model"
+                    f"tensor {name!r} is {shapes[name][1]} in the file, {tuple(target.shape)} in the model",
+                    tensor=name,
+                    found=shapes[name][1],
+                    allowed=tuple(target.shape),
                 )
             if target.is_meta:
-                raise SourceError(f"the model's tensor {name!r} is on the meta device: use to_empty() first")
+                raise SourceError(
+                    f"the model's tensor {name!r} is on the meta device: use to_empty() first", tensor=name
+                )
 
     def replace(self, tensors: Mapping[str, Encoded]) -> None:
         """Takes other tensors under the same names, in memory from now on."""
@@ -209,7 +222,10 @@ def cast(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
             largest = float(values[lost].abs().max())
             raise WeightError(
                 f"tensor {name!r} has values up to {largest:.3g}, and {dtype} ends at {torch.finfo(dtype).max:.3g}: "
-                "choose another type"
+                "choose another type",
+                tensor=name,
+                found=largest,
+                allowed=torch.finfo(dtype).max,
             )
     return found
 

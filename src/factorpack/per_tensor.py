@@ -27,6 +27,7 @@ from factorpack.format.locks import locked
 from factorpack.format.packed_file import assemble, write_packed
 from factorpack.format.schema import VERSION
 from factorpack.planning.rules import Choice
+from factorpack.progress import Showing
 from factorpack.record import Encoded
 from factorpack.source import Source, checksum_of, open_source
 from factorpack.version import __version__
@@ -51,7 +52,7 @@ class StoredTensor:
 
 
 def compress_per_tensor(
-    path: Path, source: object, plan: Mapping[str, Choice], opened: Source, engine: Engine, progress: bool
+    path: Path, source: object, plan: Mapping[str, Choice], opened: Source, engine: Engine, progress: Showing
 ) -> None:
     """Writes the file that one process would write, by tasks of an engine."""
     checkpoint = checkpoint_path(source)

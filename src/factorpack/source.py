@@ -308,7 +308,7 @@ def _is_head(name: str) -> bool:
 def _open_index(path: Path) -> Source:
     """A sharded checkpoint: the index maps each tensor to a file beside it."""
     try:
-        weight_map = json.loads(path.read_text())["weight_map"]
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         shards = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SourceError(f"{path} is not an index with a weight_map: {error!r}") from error

@@ -119,3 +119,12 @@ def test_the_nearest_step_is_so_in_octaves() -> None:
         assert one.nearest(step) == one.nearest(1.3 * step) == one.nearest(step / 1.3) == place
     assert one.nearest(one.steps[0] / 100) == 0
     assert one.nearest(one.steps[-1] * 100) == len(one.steps) - 1
+
+
+def test_the_loss_between_steps_is_interpolated_in_octaves() -> None:
+    curve = Curve([1.0, 2.0, 8.0], [300, 200, 100], [1.0, 4.0, 16.0], 800, 1, 1.0)
+    assert [curve.loss_at(step) for step in (1.0, 2.0, 8.0, 99.0)] == [1.0, 4.0, 16.0, 16.0]
+    assert curve.loss_at(4.0) == 8.0  # half way, in octaves, between 4 and 16
+    assert curve.loss_at(0.5) == 0.25  # a quarter of the squared error
+    free = Curve([1.0, 4.0], [300, 200], [0.0, 2.0], 800, 1, 1.0)
+    assert free.loss_at(2.0) == 1.0

@@ -148,7 +148,7 @@ def test_a_file_that_holds_no_curves(checkpoint: Path, tmp_path: Path) -> None:
 
 WRONG = {
     ("--ratio", 9, "--rank", 4): "a budget chooses methods and settings itself",
-    ("--ratio", 9, "--max-bytes", 9): "give one of a method, ratio, max_bytes and max_loss",
+    ("--ratio", 9, "--max-bytes", 9): "give one of --ratio, --max-bytes and --max-loss",
     ("--ratio", 0.5): "ratio is 0.5, expected a number above 1",
     ("--max-bytes", 10): "10 bytes cannot be met: with every weight zero the file would still have",
     ("--model", "a:b"): "serve a budget: give --ratio or --max-bytes",

@@ -14,6 +14,7 @@ from factorpack.commands.engines import engine_of
 from factorpack.engine import Local, Task, memory, run_tasks
 from factorpack.engine import local as local_engine
 from factorpack.errors import EngineError, PlanError, WeightError
+from factorpack.progress import ProgressUpdate
 from tests.engine import works
 from tests.forking import Forked
 
@@ -174,5 +175,10 @@ def test_names_and_settings() -> None:
 
 
 def test_a_bar_counts_what_tasks_say() -> None:
-    found = list(run_tasks(FORK, [Task("one", works.doubled, (1,), size=5)], "doubling", True, "numbers"))
-    assert [outcome.value for outcome in found] == [2]
+    seen: list[ProgressUpdate] = []
+    tasks = [Task("one", works.doubled, (1,), size=5), Task("two", works.doubled, (2,), size=15)]
+    found = {outcome.task.name: outcome.value for outcome in run_tasks(FORK, tasks, "doubling", seen.append)}
+    assert found == {"one": 2, "two": 4}
+    first = seen[1]
+    assert first.fraction == {"one": 0.25, "two": 0.75}[first.item]
+    assert [update.phase for update in seen] == ["doubling"] * 3 + ["done"]

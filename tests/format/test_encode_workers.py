@@ -77,7 +77,10 @@ def test_where_no_worker_can_start_codes_are_encoded_here(program: str, monkeypa
 def test_a_worker_does_not_import_torch_and_ends_with_its_caller():
     program = workers._PROGRAM + "; assert 'torch' not in sys.modules"
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program, *sys.path], input=b"", capture_output=True, timeout=60
+        [sys.executable, "-W", "error", "-c", program, "1", *sys.path],
+        input=b"",
+        capture_output=True,
+        timeout=60,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 

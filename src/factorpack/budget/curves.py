@@ -38,6 +38,20 @@ class Curve:
         share = log2(step / self.steps[right - 1]) / log2(self.steps[right] / self.steps[right - 1])
         return self.bytes[right - 1] + share * (self.bytes[right] - self.bytes[right - 1])
 
+    def loss_at(self, step: float) -> float:
+        """Interpolated between powers of the step. Below the finest step, the loss falls with its square."""
+        first, last = self.steps[0], self.steps[-1]
+        if step <= first:
+            return self.losses[0] * (step / first) ** 2
+        if step >= last:
+            return self.losses[-1]
+        right = bisect_left(self.steps, step)
+        share = log2(step / self.steps[right - 1]) / log2(self.steps[right] / self.steps[right - 1])
+        below, above = self.losses[right - 1], self.losses[right]
+        if not (below > 0 and above > 0):
+            return below + share * (above - below)
+        return float(below * (above / below) ** share)
+
     def nearest(self, step: float) -> int:
         """The index of the step on the curve that is nearest in octaves."""
         return min(range(len(self.steps)), key=lambda place: abs(log2(self.steps[place] / step)))

@@ -30,6 +30,7 @@ from factorpack.record import Encoded
 from factorpack.size import fp32_bytes
 from factorpack.source import Source
 
+LARGEST_RATIO = 1e6
 FIRST_RATIO, RATIOS, LOSS_TRIES = 16.0, (2.0, 128.0), 5
 
 
@@ -39,6 +40,8 @@ class Compressed(NamedTuple):
     tensors: Mapping[str, Encoded]
     curves: Mapping[str, Curve]
     streams: Streams
+    estimated_loss: float | None
+    """Nats of divergence by the curves, each weight's alone, added up; None without calibration data."""
 
 
 def compress_to_bytes(request: BudgetRequest, max_bytes: int) -> Compressed:
@@ -53,7 +56,7 @@ def compress_to_bytes(request: BudgetRequest, max_bytes: int) -> Compressed:
             open_journal(request.parts, tensors, request.planner, calibration) as journal,
             open_workers(request) as workers,
         ):
-            knowledge = learn(tensors, request.planner, calibration, journal, workers)
+            knowledge = learn(tensors, request.planner, calibration, journal, workers, request.progress)
             return _meet_bytes(request, tensors, knowledge, max_bytes, journal)
 
 
@@ -86,7 +89,7 @@ def _search_loss(
     """Halves the range of ratios between one that is good enough and one that is not."""
     assert request.model is not None
     calibration, held_out = given.split(HELD_OUT_SHARE)
-    knowledge = learn(tensors, request.planner, calibration, journal, workers)
+    knowledge = learn(tensors, request.planner, calibration, journal, workers, request.progress)
     original = original_bytes(request.source)
     best: Compressed | None = None
     (low, high), ratio = RATIOS, FIRST_RATIO
@@ -117,21 +120,28 @@ def _meet_bytes(
     curves = find_curves(tensors, knowledge, bits, request.curves, request.progress, journal)
     coder = SequentialCoder(tensors, knowledge, request.progress, journal)
     tensors_in_file = meet_size(coder, curves, request.planner, max_bytes, overhead)
-    return Compressed(tensors_in_file, curves, coder.streams)
+    loss = None
+    if knowledge.sensitivity:
+        loss = sum(curves[name].loss_at(coder.step_of(name)) for name in knowledge.sensitivity)
+    return Compressed(tensors_in_file, curves, coder.streams, loss)
 
 
 def check_max_bytes(max_bytes: int) -> None:
     check_type("max_bytes", max_bytes, int)
     if max_bytes < 1:
-        raise PlanError(f"max_bytes is {max_bytes}, expected at least 1")
+        raise PlanError(f"max_bytes is {max_bytes}, expected at least 1", found=max_bytes, allowed=1)
 
 
 def budget_bytes(source: Source, ratio: float | None, max_bytes: int | None = None) -> int:
     """`max_bytes` where it is given, else bytes of a file `ratio` times smaller than the checkpoint in FP32."""
     if max_bytes is not None:
         return max_bytes
-    if not isinstance(ratio, int | float) or not 1 < ratio < 1e6:
-        raise PlanError(f"ratio is {ratio!r}, expected a number above 1")
+    if not isinstance(ratio, int | float) or not 1 < ratio < LARGEST_RATIO:
+        raise PlanError(
+            f"ratio is {ratio!r}, expected a number above 1 and below {LARGEST_RATIO:,.0f}",
+            found=ratio,
+            allowed=[1, LARGEST_RATIO],
+        )
     return int(original_bytes(source) / ratio)
 
 

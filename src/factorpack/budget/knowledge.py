@@ -20,6 +20,7 @@ from factorpack.budget.workers import Workers
 from factorpack.calibration.calibrate import Calibration
 from factorpack.calibration.walk import Walk
 from factorpack.passes.resident import resident_of
+from factorpack.progress import Showing
 from factorpack.record import LayerMoments, weight_of
 from factorpack.solve.moments import has_moments
 from factorpack.weight import Weight
@@ -100,6 +101,7 @@ def learn(
     calibration: Calibration | None,
     journal: Journal = NOTHING_KEPT,
     workers: Workers | None = None,
+    progress: Showing = False,
 ) -> Knowledge:
     """Runs the model on the calibration data, forward and, for sensitivities not in the journal, backward."""
     model = tensors.model
@@ -122,7 +124,9 @@ def learn(
     sensitivity: dict[str, float] = {}
     row_costs: dict[str, LayerMoments] = {}
     if planner.equal_slope:
-        sensitivity, row_costs = _find_sensitivities(model, calibration, tensors, layer_of, journal, workers)
+        sensitivity, row_costs = _find_sensitivities(
+            model, calibration, tensors, layer_of, journal, workers, progress
+        )
     return Knowledge(
         planner, model, calibration, held_out, layer_of, norm_of, sensitivity, row_costs, workers
     )
@@ -135,6 +139,7 @@ def _find_sensitivities(
     layer_of: Mapping[str, str],
     journal: Journal,
     workers: Workers | None,
+    progress: Showing,
 ) -> tuple[dict[str, float], dict[str, LayerMoments]]:
     """Sensitivities and the costs of rows: those of the run that is resumed, or measured."""
     kept = journal.find("sensitivities")
@@ -143,7 +148,7 @@ def _find_sensitivities(
         return dict(kept.document), {
             name: row_moments(cost.to(device)) for name, cost in kept.tensors.items()
         }
-    sensitivity, row_costs = _measure_sensitivities(model, calibration, tensors, layer_of, workers)
+    sensitivity, row_costs = _measure_sensitivities(model, calibration, tensors, layer_of, workers, progress)
     costs = {name: moments.second for name, moments in row_costs.items()}
     journal.keep("sensitivities", Finished(sensitivity, costs))
     return sensitivity, row_costs
@@ -155,17 +160,18 @@ def _measure_sensitivities(
     tensors: Tensors,
     layer_of: Mapping[str, str],
     workers: Workers | None,
+    progress: Showing,
 ) -> tuple[dict[str, float], dict[str, LayerMoments]]:
     """What errors in each layer's outputs cost, and errors in the rows of embeddings."""
     tables = _embeddings(model, calibration, tensors.coded, tensors.source.aliases)
     layers = [*layer_of.values(), *(layer for users in tables.values() for layer in users)]
     streamed = resident_of(model) is not None
     if streamed:
-        found = measure_information_by_segment(model, calibration, layers)
+        found = measure_information_by_segment(model, calibration, layers, progress=progress)
     elif workers is not None:
         found = workers.measure_information(model, calibration, layers, SENSITIVITY_SAMPLES)
     else:
-        found = measure_information(model, calibration, layers, SENSITIVITY_SAMPLES)
+        found = measure_information(model, calibration, layers, SENSITIVITY_SAMPLES, progress=progress)
     sensitivity = {name: found[layer].level for name, layer in layer_of.items()}
     row_costs: dict[str, LayerMoments] = {}
     for name, (table, *heads) in tables.items():

@@ -13,6 +13,7 @@ from factorpack.budget.coding import at_once, encode_with_steps, works_together
 from factorpack.budget.curves import Curve, allocate, fill_unknown, least_budget, load_curves, save_curves
 from factorpack.budget.journal import NOTHING_KEPT, Finished, Journal, identify
 from factorpack.budget.knowledge import Knowledge
+from factorpack.budget.phases import planning_work
 from factorpack.budget.planner import Planner
 from factorpack.budget.tensors import Tensors
 from factorpack.budget.trial import REFINEMENTS, SingleWeightTrial, correct_curve
@@ -20,7 +21,7 @@ from factorpack.budget.workers import Workers
 from factorpack.errors import FormatError
 from factorpack.format.checked_file import say_damaged
 from factorpack.methods import SecondOrder
-from factorpack.progress import Progress
+from factorpack.progress import Progress, Showing
 from factorpack.weight import Weight
 
 KEPT_BYTES = 4 << 30
@@ -37,7 +38,7 @@ def find_curves(
     knowledge: Knowledge,
     bits: float,
     file: Path | None,
-    progress: bool,
+    progress: Showing,
     journal: Journal = NOTHING_KEPT,
 ) -> dict[str, Curve]:
     """A curve for every weight, about `bits` per weight, or those kept in a file or by the run that is resumed."""
@@ -56,7 +57,7 @@ def find_curves(
 
 
 def _resume_curves(
-    tensors: Tensors, knowledge: Knowledge, bits: float, progress: bool, journal: Journal
+    tensors: Tensors, knowledge: Knowledge, bits: float, progress: Showing, journal: Journal
 ) -> dict[str, Curve]:
     """All curves that the journal has, or measures those that it lacks."""
     finished = journal.after("all curves", bits)
@@ -69,13 +70,15 @@ def _resume_curves(
 
 
 def measure_curves(
-    tensors: Tensors, knowledge: Knowledge, bits: float, progress: bool, journal: Journal = NOTHING_KEPT
+    tensors: Tensors, knowledge: Knowledge, bits: float, progress: Showing, journal: Journal = NOTHING_KEPT
 ) -> dict[str, Curve]:
     """Curves measured weight by weight, then refined; the journal has those that are finished."""
     refined = knowledge.model is not None and knowledge.held_out is not None and _fits(tensors, knowledge)
     curves: dict[str, Curve] = {}
     ready: dict[str, Weight] = {}
-    with Progress("planning", tensors.numel, progress) as bar:
+    calibrated = knowledge.calibration is not None
+    total = sum(planning_work(tensors.source.entries[name].numel, calibrated) for name in tensors.coded)
+    with Progress("planning", total, progress) as bar:
         for names, moments in knowledge.original_moments(tensors):
             groups = (
                 {name: knowledge.weight(tensors, name, moments.get(name)) for name in some}
@@ -85,7 +88,7 @@ def measure_curves(
                 curves |= found
                 ready |= weights if refined else {}
                 for name, curve in found.items():
-                    bar.advance(name, curve.numel)
+                    bar.advance(name, planning_work(curve.numel, calibrated))
     # Along a trellis, codes of the same error take longer to find.
     methods = {
         name: knowledge.planner.method(tile=curve.tile)
@@ -186,7 +189,7 @@ def _refine(
     names: Sequence[str],
     budget: float,
     known: Mapping[str, float],
-    progress: bool,
+    progress: Showing,
     journal: Journal,
 ) -> dict[str, Curve]:
     """Curves corrected by what each weight alone does at the step planned for it, and planned again."""

@@ -66,11 +66,13 @@ def meet_size(
 ) -> Mapping[str, T]:
     """The tensors of the largest file found of at most `max_bytes`."""
     least = least_budget(curves)
-    wanted = AIM * max_bytes - overhead
+    # Weights that are zero lose nothing at any step: no smaller one spends the bytes.
+    is_lossless = not any(curve.losses[-1] for curve in curves.values())
+    wanted = least if is_lossless else AIM * max_bytes - overhead
     aim, best = wanted, BestFit[T]()
     for _ in range(PASSES):
         size = _pass(coder, curves, planner, max(aim, least), max_bytes, best)
-        if best.size >= LEAST * max_bytes:
+        if best.size >= LEAST * max_bytes or (is_lossless and best.size):
             break
         # No single weight could make up for what was missed: aim lower, or higher, with all of them.
         aim *= max(wanted, 1.0) / max(size - overhead, 1.0)

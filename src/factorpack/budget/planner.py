@@ -17,6 +17,7 @@ from factorpack.errors import PlanError
 from factorpack.methods import Method, SecondOrder
 from factorpack.methods.second_order import check_trellis
 from factorpack.methods.settings import check_type
+from factorpack.progress import Showing
 from factorpack.source import Source
 
 STATES_WITHOUT_DATA = 8
@@ -95,7 +96,7 @@ class BudgetRequest:
     exclude: Sequence[str]
     curves: Path | None = None
     """A file to keep the curves in, so that another budget needs no planning."""
-    progress: bool = True
+    progress: Showing = True
     parts: Path | None = None
     """A folder for what is finished, so that a killed run resumes; None keeps nothing."""
     engine: Engine | None = None

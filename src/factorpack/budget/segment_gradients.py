@@ -15,6 +15,7 @@ from factorpack.budget.outputs import predictions_of
 from factorpack.budget.sensitivity import Information, Sums, catch_output, log_likelihood, not_finite
 from factorpack.calibration.calibrate import Calibration
 from factorpack.passes.segments import INPUTS, Border, Forms, Segments, run_to, starting_from
+from factorpack.progress import Progress, Showing
 
 STREAMED_SAMPLES = 16
 """Inputs to measure on: their activations at all borders are kept, 9 GB for 16 x 2,048 tokens of an 8 B model."""
@@ -26,6 +27,7 @@ def measure_information_by_segment(
     layers: Sequence[str],
     samples: int = STREAMED_SAMPLES,
     seed: int = 0,
+    progress: Showing = False,
 ) -> dict[str, Information]:
     """What `measure_information` finds, with the weights and the graph of one segment in memory at a time.
 
@@ -34,19 +36,23 @@ def measure_information_by_segment(
     used, segments = calibration.first(samples), calibration.segments(model)
     totals, generator = {name: Sums() for name in layers}, torch.Generator(device_of(model)).manual_seed(seed)
     passes = [_Pass(model, batch, segments) for batch in used.batches]
-    for place in range(1, len(segments)):
-        for each in passes:
-            each.advance(place)
     predictions = 0
-    with torch.inference_mode(False), torch.enable_grad():
-        for each in passes:
-            found = each.add_last(totals, generator)
-            if found is None:
-                raise not_finite(model, calibration)
-            predictions += found
-        for place in reversed(range(len(segments) - 1)):
+    with Progress("measuring", 2 * len(segments), progress) as bar:
+        for place in range(1, len(segments)):
             for each in passes:
-                each.add_before(totals, place)
+                each.advance(place)
+            bar.advance("", 1)
+        with torch.inference_mode(False), torch.enable_grad():
+            for each in passes:
+                found = each.add_last(totals, generator)
+                if found is None:
+                    raise not_finite(model, calibration)
+                predictions += found
+            bar.advance("", 1)
+            for place in reversed(range(len(segments) - 1)):
+                for each in passes:
+                    each.add_before(totals, place)
+                bar.advance("", 1)
     return {name: sums.per_prediction(predictions) for name, sums in totals.items()}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -14,6 +14,7 @@ from factorpack.batches import batch_size, device_of, forward, hooked, mask_of, 
 from factorpack.budget.outputs import Predictions, predictions_of
 from factorpack.calibration.calibrate import Calibration
 from factorpack.errors import SourceError
+from factorpack.progress import Progress, Showing
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +60,12 @@ class Sums:
 
 
 def measure_information(
-    model: nn.Module, calibration: Calibration, layers: Sequence[str], samples: int = 128, seed: int = 0
+    model: nn.Module,
+    calibration: Calibration,
+    layers: Sequence[str],
+    samples: int = 128,
+    seed: int = 0,
+    progress: Showing = False,
 ) -> dict[str, Information]:
     """The squared gradient of the model's own log-likelihood at the outputs of some layers.
 
@@ -69,9 +75,14 @@ def measure_information(
     """
     generator = torch.Generator(device_of(model)).manual_seed(seed)
     batches = batches_of(calibration, samples) if layers else []
-    return sum_gradients(
-        model, calibration, layers, (show(model, each, layers, generator) for each in batches)
-    )
+
+    def show_all(bar: Progress) -> Iterator[Shown | None]:
+        for batch in batches:
+            yield show(model, batch, layers, generator)
+            bar.advance("", 1)
+
+    with Progress("measuring", len(batches), progress) as bar:
+        return sum_gradients(model, calibration, layers, show_all(bar))
 
 
 Shown = tuple[int, list[tuple[str, Sums]]]

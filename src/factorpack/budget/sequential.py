@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +14,7 @@ from factorpack.budget.following_norms import MeanOutput, explain_mean_of, runni
 from factorpack.budget.journal import NOTHING_KEPT, Finished, Journal
 from factorpack.budget.knowledge import Knowledge
 from factorpack.budget.norms import correct_outputs
+from factorpack.budget.phases import coding_work
 from factorpack.budget.tensors import Tensors, zero_of
 from factorpack.calibration.walk import Walk
 from factorpack.decoding import decode
@@ -22,7 +23,7 @@ from factorpack.format.encode_ahead import LargestFirst, Streams
 from factorpack.format.packed_file import bytes_of, rows_of
 from factorpack.methods import SecondOrder
 from factorpack.passes.resident import copy_network, release, replace_weight, tensor_of
-from factorpack.progress import Progress
+from factorpack.progress import Progress, Showing
 from factorpack.record import Encoded, LayerMoments, bias_of, weight_of
 from factorpack.weight import Weight
 
@@ -48,7 +49,7 @@ class SequentialCoder:
     """A `Coder` in this process. What a killed run has left in the journal is not coded again."""
 
     def __init__(
-        self, tensors: Tensors, knowledge: Knowledge, progress: bool, journal: Journal = NOTHING_KEPT
+        self, tensors: Tensors, knowledge: Knowledge, progress: Showing, journal: Journal = NOTHING_KEPT
     ) -> None:
         self._tensors, self._knowledge, self._progress = tensors, knowledge, progress
         self._journal = journal
@@ -73,7 +74,7 @@ class SequentialCoder:
         estimated: dict[str, int] = {}
         half = HALF * sum(planned.values())
         with (
-            Progress("compressing", self._tensors.numel, self._progress) as bar,
+            Progress("compressing", self._work(self.order), self._progress) as bar,
             LargestFirst(torch.get_num_threads()) as pool,
         ):
             for name in self.order:
@@ -96,8 +97,13 @@ class SequentialCoder:
                     journal.keep(name, kept, self.streams)
                 journal = journal.after_finished(name, kept)
                 self._done[name] = done if name == closer else replace(done, weight=None, moments=None)
-                bar.advance(name, done.encoded.numel)
+                bar.advance(name, self._work([name]))
         release(self._compressed)
+
+    def _work(self, names: Sequence[str]) -> int:
+        """What some weights take, in units that a bar counts."""
+        calibrated, entries = self._knowledge.calibration is not None, self._tensors.source.entries
+        return sum(coding_work(entries[name].numel, calibrated) for name in names)
 
     def numel(self, name: str) -> int:
         return self._done[name].encoded.numel
@@ -184,7 +190,7 @@ class SequentialCoder:
                 Aim(weight, methods[each], planned[each], planned[each] * share)
                 for each, (weight, _) in zip(names, seen, strict=True)
             ]
-            with while_compressing(", ".join(names)):
+            with while_compressing(*names):
                 coded = meet_together(aims, NEARLY)
             self._ahead |= {each: (code, *of) for each, code, of in zip(names, coded, seen, strict=True)}
         found, weight, moments = self._ahead.pop(name)

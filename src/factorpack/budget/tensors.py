@@ -133,7 +133,9 @@ def overhead_bytes(least: int, max_bytes: int, empty: Iterable[Encoded]) -> int:
     if least > max_bytes:
         raise PlanError(
             f"{max_bytes} bytes cannot be met: with every weight zero the file would still have {least}, for "
-            f"what is kept, headers and the reader's safety margin of one byte per {EXPANSION:,} elements"
+            f"what is kept, headers and the reader's safety margin of one byte per {EXPANSION:,} elements",
+            found=max_bytes,
+            allowed=least,
         )
     return least - sum(-(-encoded.numel // EXPANSION) for encoded in empty)
 

@@ -33,6 +33,7 @@ from factorpack.engine import Engine, Task, keep_workers, run_tasks
 from factorpack.methods import SecondOrder
 from factorpack.passes.resident import weight_bytes
 from factorpack.per_tensor import BASE_BYTES, work_file_name
+from factorpack.progress import Showing
 from factorpack.weight import Weight
 
 MODEL_COPIES = 3
@@ -50,7 +51,7 @@ class _Put:
 class Workers:
     """An engine's workers, for one model and its calibration data."""
 
-    def __init__(self, engine: Engine, folder: Path, progress: bool) -> None:
+    def __init__(self, engine: Engine, folder: Path, progress: Showing) -> None:
         """`folder` is for files that the workers read."""
         self._engine, self._folder, self._progress = engine, folder, progress
         self._known: Callable[[], SharedModel] | None = None
@@ -75,7 +76,7 @@ class Workers:
         ]
         shown = {
             outcome.task.name: outcome.value
-            for outcome in run_tasks(self._engine, tasks, "measuring", self._progress, "batches")
+            for outcome in run_tasks(self._engine, tasks, "measuring", self._progress)
         }
         return sum_gradients(model, calibration, layers, (shown[task.name] for task in tasks))
 

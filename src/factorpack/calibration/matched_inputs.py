@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from factorpack.batches import device_of, forward, hooked, run
 from factorpack.errors import PlanError, SourceError
-from factorpack.progress import Progress
+from factorpack.progress import Progress, Showing
 from factorpack.solve.moments import CONVOLUTIONS, NORMS
 
+MAKING_INPUTS = "making inputs"
 PHOTOGRAPH, SHRINKS_PHOTOGRAPHS = 224, 16
 """Side of an image for a network that makes maps by so much smaller than images."""
 PROBED_SIDE, LAST_PLACES = 64, 4
@@ -90,13 +91,13 @@ def make_matched_inputs(
     samples: int,
     steps: int,
     seed: int,
-    progress: bool,
+    progress: Showing,
 ) -> list[Tensor]:
     """Batches of inputs of a shape, on the model's device, each matched as a whole."""
     generator = torch.Generator().manual_seed(seed)
     device, batches = device_of(model), []
     with (
-        Progress("making inputs", samples * steps, progress, "inputs x steps") as bar,
+        Progress(MAKING_INPUTS, samples * steps, progress) as bar,
         torch.inference_mode(False),
         _measuring(model, norms) as mismatch,
     ):

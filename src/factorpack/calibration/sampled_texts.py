@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from factorpack.batches import device_of, run
 from factorpack.errors import SourceError
 from factorpack.passes.resident import resident_of
-from factorpack.progress import Progress
+from factorpack.progress import Progress, Showing
 
+WRITING_TEXTS = "writing texts"
 TOKENS = "input_ids"
 CACHED, RECOMPUTED = 64, 8
 """Texts that are written together: by a model that keeps keys and values, and by one that reads all again."""
@@ -36,14 +37,14 @@ def why_not_a_text(model: nn.Module) -> str | None:
     return None
 
 
-def sample_texts(model: nn.Module, samples: int, length: int, seed: int, progress: bool) -> list[Any]:
+def sample_texts(model: nn.Module, samples: int, length: int, seed: int, progress: Showing) -> list[Any]:
     """Batches of `samples` texts of `length` tokens, or as many as the model has positions."""
     length = min(length, _positions(model) or length)
     generator = torch.Generator(device_of(model)).manual_seed(seed)
     at_once = CACHED if _keeps_states(model) else RECOMPUTED
     texts: list[Tensor] = []
     with (
-        Progress("writing texts", samples * length, progress, "tokens") as bar,
+        Progress(WRITING_TEXTS, samples * length, progress) as bar,
         torch.inference_mode(False),
         torch.no_grad(),
     ):

@@ -13,6 +13,7 @@ from factorpack.calibration.sampled_texts import sample_texts, why_not_a_text
 from factorpack.errors import PlanError
 from factorpack.methods.settings import check_type
 from factorpack.passes.resident import resident_of
+from factorpack.progress import Showing
 from factorpack.solve.moments import NORMS
 
 SYNTHETIC = "synthetic"
@@ -51,7 +52,7 @@ def read_calibration(given: Any) -> Any:
     return Synthetic() if isinstance(given, str) and given == SYNTHETIC else given
 
 
-def make_batches(model: nn.Module, settings: Synthetic, samples: int, progress: bool = True) -> list[Any]:
+def make_batches(model: nn.Module, settings: Synthetic, samples: int, progress: Showing = True) -> list[Any]:
     """`samples` inputs for a model, in batches on its device. The model is left as it was."""
     with evaluating(model):
         norms = norms_of(model)

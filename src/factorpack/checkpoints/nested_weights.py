@@ -53,7 +53,8 @@ def find_weights(loaded: Mapping[Any, Any], file: str, key: str | None = None) -
     if not candidates:
         raise SourceError("holds no tensors under names, expected a state dict")
     if key is not None and key not in candidates:
-        raise SourceError(f"has no weights under {key!r}, only under {list_names(list(candidates))}")
+        where = "at its top" if list(candidates) == [TOP] else f"under {list_names(list(candidates))}"
+        raise SourceError(f"has no weights under {key!r}, only {where}", found=key, allowed=list(candidates))
     chosen = _choose(candidates) if key is None else key
     weights = {name: value for name, value in candidates[chosen].items() if isinstance(value, Tensor)}
     others = [name for name in candidates if name != chosen]

@@ -27,7 +27,8 @@ def read_safetensors(path: Path) -> Iterator[tuple[str, Entry]]:
                 raise SourceError(f"{path} is already a packed file: decode it first")
         state, start, header = _read_header(path)
     except (SafetensorError, OSError) as error:
-        raise SourceError(f"{path} is not a whole safetensors file: {error}") from error
+        reason = error if path.stat().st_size else "it is empty"
+        raise SourceError(f"{path} is not a whole safetensors file: {reason}") from error
     header.pop("__metadata__", None)
     for name in sorted(header, key=natural_key):
         kind, shape = header[name]["dtype"], tuple(header[name]["shape"])

@@ -125,6 +125,8 @@ def _refusal(path: Path, pickled: bytes, error: Exception) -> SourceError:
         reason = f"it holds a {unknown[1]}, and not only tensors and settings"
     if is_module:
         reason = "it is a whole pickled model, with its code, and not its weights alone"
+    if not path.stat().st_size:
+        reason = "it is empty"
     refused = SourceError(f"{path} cannot be read as plain tensors: {reason} ({_ADVICE})")
     if is_module or (unknown is not None and _TENSOR in pickled):
         key = _named_in(pickled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import signal
 import sys
@@ -10,12 +11,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from factorpack.errors import FactorpackError
+from factorpack.commands.shared_options import with_shared_options
+from factorpack.errors import EngineError, FactorpackError
 from factorpack.printable import printable
 from factorpack.version import __version__
 
@@ -74,8 +76,14 @@ class LazyGroup(TyperGroup):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        with _printable_messages():
-            return super().invoke(ctx)
+        try:
+            with _printable_messages():
+                return super().invoke(ctx)
+        except KeyboardInterrupt:
+            from factorpack.commands.console import print_note
+
+            print_note("interrupted")
+            sys.exit(130)  # as a shell says it, whatever the parser's version
 
 
 @contextmanager
@@ -86,13 +94,22 @@ def _printable_messages() -> Iterator[None]:
     except Exception as error:
         if isinstance(getattr(error, "message", None), str):
             error.message = printable(error.message)  # type: ignore[attr-defined]
+            if _wants_json():
+                from factorpack.commands.console import print_json_error
+
+                print_json_error("UsageError", str(error.format_message()))  # type: ignore[attr-defined]
         raise
+
+
+def _wants_json() -> bool:
+    """Whether the command line says so; where it cannot be parsed there is nothing else to ask."""
+    return "--json" in sys.argv[1:]
 
 
 def command_line(name: str) -> Any:
     """A command as the parser sees it, with its options."""
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    alone.command(name)(COMMANDS[name].load())
+    alone.command(name)(with_shared_options(COMMANDS[name].load()))
     return typer.main.get_command(alone)
 
 
@@ -100,7 +117,6 @@ app = typer.Typer(
     name="factorpack",
     cls=LazyGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -132,7 +148,7 @@ def exit_on_sigterm() -> None:
 
 
 class _Notes(logging.Handler):
-    """Prints what the library says about the files it reads."""
+    """Prints what the library says about what it reads and does."""
 
     def emit(self, record: logging.LogRecord) -> None:
         from factorpack.commands.console import print_note
@@ -142,7 +158,7 @@ class _Notes(logging.Handler):
 
 @contextmanager
 def _printed_notes() -> Iterator[None]:
-    logger, handler = logging.getLogger("factorpack.source"), _Notes()
+    logger, handler = logging.getLogger("factorpack"), _Notes()
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
@@ -154,16 +170,48 @@ def _printed_notes() -> Iterator[None]:
 
 
 def main() -> None:
+    """Runs a command. The exit code is 0, 1 where `verify` finds a problem, 2 for an error, 130 after Ctrl+C."""
     exit_on_sigterm()
+    _escape_what_the_terminal_lacks()
     try:
         with warnings.catch_warnings(), _printed_notes():
             warnings.showwarning = _show_warning
             app(prog_name="factorpack")
     except (FactorpackError, OSError) as error:
-        from factorpack.commands.console import print_error  # `--version` and `--help` do without
+        _fail(error)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        _fail(EngineError(f"memory ran out: {OUT_OF_MEMORY}"))
 
-        print_error(error)
-        sys.exit(2)
+
+OUT_OF_MEMORY = (
+    "use fewer --samples or a smaller --batch-size, --threads 1, or --stream for a Hugging Face folder; "
+    "`factorpack plan` says what compressing takes"
+)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch raises a RuntimeError of its own for a GPU, and a plain one for a CPU."""
+    return isinstance(error, MemoryError) or any(
+        words in str(error) for words in ("out of memory", "can't allocate memory", "not enough memory")
+    )
+
+
+def _fail(error: Exception) -> NoReturn:
+    from factorpack.commands.console import print_error, print_json_error  # `--help` does without
+
+    if _wants_json():
+        print_json_error(type(error).__name__, error)
+    print_error(error)
+    sys.exit(2)
+
+
+def _escape_what_the_terminal_lacks() -> None:
+    r"""A name that has letters which the terminal's encoding lacks is printed with escapes, as `\u5c42`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

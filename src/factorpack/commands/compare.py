@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from rich.table import Table
 from factorpack.commands.console import print_json, print_line, print_table
 from factorpack.commands.engines import engine_of
 from factorpack.commands.options import BatchSize, EngineName, ImageSize, Json, Model, Samples, Workers
+from factorpack.commands.shared_options import shows_bar
 from factorpack.comparison.baselines import BASELINES, PEERS, PLANNED
 from factorpack.comparison.figure import pareto, save_figure
 from factorpack.comparison.point import Point
@@ -94,19 +96,23 @@ def compare(
         image_size,
         workers,
     )
-    points, original = request.run(engine_of(engine, engine_workers), progress=not as_json)
+    points, original = request.run(engine_of(engine, engine_workers), progress=shows_bar(as_json))
     document = {"original": original, "points": [asdict(point) for point in points]}
     _write(output / "compare.json", json.dumps(document, indent=1))
     _write(output / "compare.md", markdown(points))
-    if original:
+    draws = find_spec("matplotlib") is not None
+    if original and draws:
         save_figure(pareto(points, original["top1"]), output / "compare.png")
     if as_json:
         print_json(document)
         return
     print_table(_table(points))
+    if original and not draws:
+        print_line(NO_FIGURE)
     print_line(f"{output}: {len(points)} points" + (f", original {original['top1']:.2%}" if original else ""))
 
 
+NO_FIGURE = "No figure was drawn: that needs matplotlib (pip install 'factorpack[plots]')."
 HEAD = ("method", "asked", "file ratio", "bytes", "weight error", "top-1", "compress, s", "settings")
 
 

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from factorpack.commands.compress_request import CompressRequest, calibration_of
-from factorpack.commands.console import print_json, print_line
+from factorpack.commands.compress_story import conclude, introduce, next_command
+from factorpack.commands.console import print_json, print_line, print_note
 from factorpack.commands.engines import engine_of
 from factorpack.commands.method_options import MethodOptions
 from factorpack.commands.options import (
@@ -35,6 +36,8 @@ from factorpack.commands.options import (
     Sparsity,
     Stream,
 )
+from factorpack.commands.shared_options import shows_bar
+from factorpack.per_tensor import parts_folder
 from factorpack.report.text import size_json, size_summary
 
 
@@ -159,17 +162,31 @@ def compress(
     )
     request.check_outputs(output)
     request.check()
+    found = request.open()
+    request = request.with_recipe(found, quiet=as_json)
     if not as_json:
         request.advise()
-    _run(request.with_recipe(quiet=as_json), output, as_json)
+        for line in introduce(request, found):
+            print_line(line)
+    del found
+    _run(request, output, as_json)
 
 
 def _run(request: CompressRequest, output: Path, as_json: bool) -> None:
     started = time.perf_counter()
-    report = request.run(output, progress=not as_json).size()
+    try:
+        packed = request.run(output, progress=shows_bar(as_json))
+    except KeyboardInterrupt:
+        if parts_folder(output).is_dir():
+            print_note(f"what is finished is in {parts_folder(output)}: the same command resumes from there")
+        raise
+    report = packed.size()
     seconds = time.perf_counter() - started
     if as_json:
         found = {"path": str(output), "seconds": seconds, "recipe": request.recipe}
-        print_json({**found, **size_json(report)})
-    else:
-        print_line(f"{output}: {size_summary(report)}, in {seconds:.1f} s")
+        then = {"estimated_loss": packed.estimated_loss, "next": next_command(request, packed)}
+        print_json({**found, **then, **size_json(report)})
+        return
+    print_line(f"{output}: {size_summary(report)}, in {seconds:.1f} s")
+    for line in conclude(request, packed):
+        print_line(line)

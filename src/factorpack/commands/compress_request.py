@@ -18,6 +18,7 @@ from factorpack.commands.method_options import MethodOptions
 from factorpack.compression import compress
 from factorpack.engine import Engine
 from factorpack.errors import PlanError
+from factorpack.format.container import check_target
 from factorpack.format.overwrite import check_output
 from factorpack.hub.load import from_pretrained, tokenizer_of
 from factorpack.hub.resumed_folder import identify_run, resume_folder
@@ -26,7 +27,7 @@ from factorpack.model_reference import import_model
 from factorpack.packed import Packed
 from factorpack.per_tensor import parts_folder
 from factorpack.planning.families import AUTO, DEFAULT_METHOD, NONE, named_recipe, recipe_file
-from factorpack.source import open_source
+from factorpack.source import Source, open_source
 from factorpack.tune.images import unlabelled_batches
 from factorpack.tune.models import default_device, load_weights
 
@@ -75,6 +76,8 @@ class CompressRequest:
 
     def check(self, planned_only: bool = False) -> None:
         """Refuses what does not go together, before any work is done; a plan needs no calibration data."""
+        if sum(budget is not None for budget in (self.ratio, self.max_bytes, self.max_loss)) > 1:
+            raise PlanError("there are several budgets: give one of --ratio, --max-bytes and --max-loss")
         if self.has_budget and self.method.given:
             raise PlanError("a budget chooses methods and settings itself: give one or the other")
         if self.method.given and self.recipe not in (None, NONE):
@@ -98,6 +101,8 @@ class CompressRequest:
                 "--stream reads the model of a Hugging Face folder block by block, to calibrate it: give "
                 "--calibration and one of --ratio and --max-bytes, and leave out --model and --method"
             )
+        if self.calibration is not None and self.model is None and not is_model_folder(self.source):
+            raise PlanError("--calibration runs the model: say what makes it with --model module:callable")
         self.method.make()
 
     def _check_engine(self) -> None:
@@ -119,6 +124,8 @@ class CompressRequest:
                 check_output(written, self.source, self.data, recipe_file(self.recipe))
         if self.curves is not None:
             check_output(output, self.curves)
+        if not self._makes_folder(output):
+            check_target(output)
 
     def advise(self) -> None:
         """Says what a model that has no calibration data could have."""
@@ -135,16 +142,20 @@ class CompressRequest:
         folder = open_folder(self.source)
         return folder.library == "transformers" and folder.architecture.endswith(_CAUSAL)
 
-    def with_recipe(self, quiet: bool = False) -> CompressRequest:
+    def with_recipe(self, source: Source, quiet: bool = False) -> CompressRequest:
         """The request with the recipe it will follow, by name; one that nobody named is announced."""
         if self.method.given:
             return replace(self, recipe=None)
         # With calibration, what matters in this very model is measured: no family's habits are needed.
         wanted = self.recipe or (NONE if self.calibration is not None else AUTO)
-        found = named_recipe(wanted, open_source(self.source, self.key), DEFAULT_METHOD)
+        found = named_recipe(wanted, source, DEFAULT_METHOD)
         if found is not None and self.recipe is None and not quiet:
             print_line(f"recipe {found[0]}: {found[1].about} (--recipe none goes without)")
         return replace(self, recipe=None if found is None else found[0])
+
+    def open(self) -> Source:
+        """What is to be compressed."""
+        return open_source(self.source, self.key)
 
     def preview(self) -> Preview:
         """What `run` would come to."""
@@ -162,7 +173,7 @@ class CompressRequest:
 
     def run(self, output: Path, progress: bool = True) -> Packed:
         """Writes a packed file, or a folder for a model's folder."""
-        if not is_model_folder(self.source) or output.suffix == ".safetensors":
+        if not self._makes_folder(output):
             return self._write(output, progress)
 
         def write(path: Path) -> Packed:
@@ -171,6 +182,9 @@ class CompressRequest:
         folder = open_folder(self.source)
         inputs = (self.data, recipe_file(self.recipe))
         return resume_folder(output, folder, write, lambda: identify_run(folder, self, inputs=inputs))
+
+    def _makes_folder(self, output: Path) -> bool:
+        return is_model_folder(self.source) and output.suffix != ".safetensors"
 
     def _write(self, path: Path, progress: bool) -> Packed:
         if progress and parts_folder(path).is_dir():
@@ -202,8 +216,6 @@ class CompressRequest:
             if self.calibration is None or isinstance(self.calibration, Synthetic):
                 return net, self.calibration
             return net, unlabelled_batches(self.calibration, self.samples, self.image_size)
-        if not is_model_folder(self.source):
-            raise PlanError("--calibration runs the model: say what makes it with --model module:callable")
         texts = self._texts(self.calibration) if isinstance(self.calibration, Path) else self.calibration
         return self.source if self.stream else from_pretrained(self.source).to(default_device()), texts
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from factorpack.commands.console import print_json, print_line
 from factorpack.commands.options import DecodedBytes, Json, Output, PackedFile
+from factorpack.commands.shared_options import shows_bar
+from factorpack.format.container import check_target
 from factorpack.format.overwrite import check_output
 from factorpack.packed import load
 from factorpack.report.text import human_bytes
@@ -17,7 +19,8 @@ def decode(file: PackedFile, output: Output, max_bytes: DecodedBytes = None, as_
         factorpack decode resnet18.packed.safetensors -o resnet18.safetensors
     """
     check_output(output, file)
-    load(file, max_bytes).decode_to(output, progress=not as_json)
+    check_target(output)
+    load(file, max_bytes).decode_to(output, progress=shows_bar(as_json))
     written = output.stat().st_size
     if as_json:
         print_json({"path": str(output), "bytes": written})

@@ -16,10 +16,12 @@ from torch import nn
 
 from factorpack.commands.console import print_json, print_line, print_table
 from factorpack.commands.options import Json
+from factorpack.commands.shared_options import shows_bar
 from factorpack.comparison import PLANNED, Point, compare
 from factorpack.comparison.figure import pareto
 from factorpack.digits import EPOCHS, Split, accuracy, digits, train_net
 from factorpack.format.atomic import rename, scratch_folder
+from factorpack.format.overwrite import make_folder
 
 RATIOS = (8, 11, 16, 32, 64)
 """Rounding has a file at the first three, of 4, 3 and 2 bits."""
@@ -55,7 +57,7 @@ def demo(
     images, with each file saved and loaded again. Needs no download and no GPU, and takes less than two minutes.
     The files, and a figure, stay in the folder.
     """
-    done = run_demo(folder, progress=not as_json)
+    done = run_demo(folder, progress=shows_bar(as_json))
     if as_json:
         print_json(_document(done))
     else:
@@ -71,8 +73,8 @@ def run_demo(
 ) -> Demo:
     """Trains the net, writes a packed file per method and ratio to `folder`, and measures each of them."""
     train, test = digits()
+    make_folder(folder)
     model = train_net(train, quiet=not progress, epochs=epochs)
-    folder.mkdir(parents=True, exist_ok=True)
     # Beside the files of an earlier demo: compare would resume from its points.
     with scratch_folder(folder / "demo") as scratch:
         torch.save(model.state_dict(), scratch / CHECKPOINT)

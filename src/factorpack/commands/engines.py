@@ -18,5 +18,7 @@ def engine_of(name: str | None, workers: int) -> Engine | None:
             raise PlanError(f"{workers} workers need an engine: say which with --engine local or ray")
         return None
     if name not in ENGINES:
-        raise PlanError(f"unknown engine {name!r}, known are {', '.join(ENGINES)}")
+        raise PlanError(
+            f"unknown engine {name!r}, known are {', '.join(ENGINES)}", found=name, allowed=list(ENGINES)
+        )
     return ENGINES[name](workers)

@@ -13,6 +13,7 @@ from factorpack.calibration.model_folder import open_folder
 from factorpack.commands.console import print_json, print_line
 from factorpack.commands.image_data import ImageData, accuracy_text
 from factorpack.commands.options import BatchSize, ImageSize, Json, Key, OptionalData, OptionalModel, Workers
+from factorpack.commands.shared_options import shows_bar
 from factorpack.errors import PlanError
 from factorpack.format.container import is_packed
 from factorpack.hub.load import from_pretrained, tokenizer_of
@@ -74,7 +75,7 @@ def _evaluate_images(
     net = import_model(model).to(default_device())
     batches = images.validation()
     layers = _load_weights(file, net, mode, batches, key)
-    found = measure(net, batches, progress=not as_json)
+    found = measure(net, batches, progress=shows_bar(as_json))
     if as_json:
         modes = {layer.name: layer.mode for layer in layers}
         print_json({"file": str(file), **asdict(found), "mode": mode, "layers": modes})
@@ -103,7 +104,7 @@ def _evaluate_text(source: Path, text: Path, length: int, mode: str, as_json: bo
     folder = open_folder(source)
     found = windows(text, tokenizer_of(folder), length)
     net = from_pretrained(source, mode).to(default_device())  # type: ignore[arg-type]
-    measured = perplexity(net, found, progress=not as_json)
+    measured = perplexity(net, found, progress=shows_bar(as_json))
     if as_json:
         print_json({"file": str(source), **asdict(measured), "length": length, "mode": mode})
     else:

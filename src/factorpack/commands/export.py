@@ -11,6 +11,7 @@ import typer
 from factorpack.calibration.model_folder import CONFIG, is_model_folder, open_folder
 from factorpack.commands.console import print_json, print_line
 from factorpack.commands.options import ImageSize, Json, OptionalModel
+from factorpack.commands.shared_options import shows_bar
 from factorpack.errors import PlanError, SourceError
 from factorpack.format.overwrite import check_output
 from factorpack.gguf.write_gguf import PLAIN, TYPES
@@ -163,7 +164,7 @@ def _export_safetensors(packed: Packed, path: Path, dtype: str | None, as_json: 
     if dtype is not None and dtype not in PLAIN:
         raise PlanError(f"--dtype is {dtype!r}, a safetensors file takes {', '.join(PLAIN)}")
     check_output(path, packed.path)
-    packed.decode_to(path, progress=not as_json, dtype=None if dtype is None else PLAIN[dtype])
+    packed.decode_to(path, progress=shows_bar(as_json), dtype=None if dtype is None else PLAIN[dtype])
     written = path.stat().st_size
     if as_json:
         print_json({"path": str(path), "bytes": written})

@@ -16,6 +16,7 @@ from torch import nn
 from factorpack.commands.console import print_json, print_line
 from factorpack.commands.image_data import ImageData, accuracy_text
 from factorpack.commands.options import BatchSize, Data, ImageSize, Json, Model, Output, Workers
+from factorpack.commands.shared_options import shows_bar
 from factorpack.compression import compress
 from factorpack.errors import PlanError
 from factorpack.format.container import check_target, is_packed
@@ -30,7 +31,7 @@ from factorpack.tune.accuracy import Accuracy
 from factorpack.tune.accuracy import evaluate as measure
 from factorpack.tune.best import Tuned
 from factorpack.tune.models import default_device, load_weights
-from factorpack.tune.processes import is_main_process
+from factorpack.tune.processes import is_main_process, require_accelerate
 from factorpack.tune.schedule import Schedule
 from factorpack.tune.training import finetune as tune
 
@@ -51,7 +52,8 @@ class FinetuneRequest:
     checkpoint_every: int
 
     def check(self) -> None:
-        """Refuses outputs that cannot be written or would replace an input."""
+        """Refuses outputs that cannot be written or would replace an input, and to begin what could not go on."""
+        require_accelerate()
         for target in (self.output, self.checkpoint):
             check_target(target)
             check_output(target, self.source, self.teacher, self.recipe, self.images.folder)
@@ -204,7 +206,7 @@ def finetune(
     state = checkpoint or output.parent / f"{output.name}.checkpoint"
     images = ImageData(data, batch_size, image_size, workers)
     request = FinetuneRequest(source, model, images, output, recipe, teacher, given, state, checkpoint_every)
-    tuned = request.run(progress=not as_json)
+    tuned = request.run(progress=shows_bar(as_json))
     if tuned is not None:
         _print_result(request, tuned.tuned, as_json)
 
@@ -216,7 +218,7 @@ def _print_result(request: FinetuneRequest, tuned: Tuned | None, as_json: bool) 
     found: Accuracy | None = None
     if request.images.has_validation:
         net = packed.load_into(import_model(request.model)).to(default_device())
-        found = measure(net, request.images.validation(), progress=not as_json)
+        found = measure(net, request.images.validation(), progress=shows_bar(as_json))
     if as_json:
         sizes = {"file_bytes": report.file_bytes, "file_ratio": report.file_ratio}
         accuracy = asdict(found) if found else None

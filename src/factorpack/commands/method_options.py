@@ -99,7 +99,7 @@ class MethodOptions:
             return None
         name = self.name or DEFAULT_METHOD.name
         if name not in METHODS:
-            raise PlanError(unknown_method(name, METHODS))
+            raise unknown_method(name, METHODS)
         settings = self._settings(name)
         if name == DEFAULT_METHOD.name:
             rank = min(DEFAULT_METHOD.rank, settings.get("tile", DEFAULT_METHOD.rank))
@@ -128,7 +128,13 @@ def _split(pair: str) -> tuple[str, str]:
 def _check_known(key: str, method: str, known: Mapping[str, Setting]) -> None:
     if key not in known:
         listed = ", ".join(map(str, known.values()))
-        raise PlanError(f"unknown setting {key!r} for method {method!r}, known are {listed}")
+        others = [name for name in METHODS if key in known_settings(name)]
+        hint = f" ({key} is a setting of {', '.join(others)}: name one with --method)" if others else ""
+        raise PlanError(
+            f"unknown setting {key!r} for method {method!r}, known are {listed}{hint}",
+            found=key,
+            allowed=list(known),
+        )
 
 
 def _put(settings: dict[str, Any], key: str, value: Any) -> None:

@@ -36,7 +36,7 @@ Key = Annotated[
     ),
 ]
 Output = Annotated[Path, typer.Option("--output", "-o", help="The file to write.", show_default=False)]
-Top = Annotated[int | None, typer.Option(help="Only this many tensors, the largest first.")]
+Top = Annotated[int | None, typer.Option(help="Only this many tensors, the largest first.", min=1)]
 
 # A model and its data.
 Model = Annotated[str, typer.Option("--model", help=MODEL_HELP, show_default=False)]

@@ -84,7 +84,7 @@ def plan(
         key=key,
     )
     request.check(planned_only=True)
-    found = request.with_recipe(quiet=as_json).preview()
+    found = request.with_recipe(request.open(), quiet=as_json).preview()
     if as_json:
         print_json(_as_json(found))
         return

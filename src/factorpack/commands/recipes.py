@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from factorpack.commands.console import print_json, print_line
+from factorpack.commands.console import print_json, print_line, print_text
 from factorpack.commands.options import Json
 from factorpack.planning.families import FAMILIES, family, family_text
 
@@ -25,7 +25,7 @@ def recipes(
     """
     if name is not None:
         text = family_text(name)
-        print_json({"name": name, "text": text}) if as_json else print(text, end="")
+        print_json({"name": name, "text": text}) if as_json else print_text(text)
     elif as_json:
         print_json({"recipes": [{"name": each, "about": family(each).about} for each in sorted(FAMILIES)]})
     else:

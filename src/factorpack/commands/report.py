@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from factorpack.commands.console import print_json, print_line
 from factorpack.commands.options import Json, PackedFile
 from factorpack.comparison.saved import read_comparison
 from factorpack.errors import PlanError
+from factorpack.format.container import check_target
 from factorpack.format.overwrite import check_output
 from factorpack.model_reference import import_model
 from factorpack.packed import load
@@ -20,6 +22,9 @@ from factorpack.report.facts import ComparisonFacts, PointFacts, gather
 from factorpack.report.html import write_page
 from factorpack.report.text import human_bytes
 from factorpack.source import Checkpoint
+
+_REFERENCE = re.compile(r"[\w.]{2,}:[\w.-]+")
+"""`module:callable`; a single letter would be a drive."""
 
 
 def report(
@@ -54,6 +59,7 @@ def report(
         --compare comparison/compare.json --curves curves.json
     """
     check_output(output, file, curves, original, *(compare or []))
+    check_target(output)
     if output.exists() and not force:
         raise PlanError(f"{output} exists already: choose another file, or replace it with --force")
     known = None
@@ -101,7 +107,7 @@ def comparison_facts(path: Path) -> ComparisonFacts:
 
 
 def _checkpoint(original: str | None) -> Checkpoint | None:
-    """A path where there is one of that name, else what `module:callable` makes."""
-    if original is None or Path(original).exists() or ":" not in original:
+    """What `module:callable` makes, and a path where there is one of that name or the name is no such reference."""
+    if original is None or Path(original).exists() or not _REFERENCE.fullmatch(original):
         return original
     return import_model(original)

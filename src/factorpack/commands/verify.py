@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from factorpack.commands.console import console, print_json, print_line
+from factorpack.commands.console import print_cell, print_json, print_line
 from factorpack.commands.options import DecodedBytes, Json, Key, PackedFile
 from factorpack.errors import FormatError, PlanError
 from factorpack.packed import load
@@ -74,4 +74,4 @@ def check_sha256(file: Path, expected: str | None) -> str:
 
 def _print_check(check: TensorCheck) -> None:
     outcome = plain(check.problem, "red") if check.problem else plain(f"{check.relative_error:.4f}")
-    console.print(plain(f"{check.name}  ") + outcome, soft_wrap=True)
+    print_cell(plain(f"{check.name}  ") + outcome)

@@ -33,7 +33,7 @@ from factorpack.methods import Method
 from factorpack.methods.codeword_tiles import tile_of
 from factorpack.packed import Packed, load, save
 from factorpack.planning.rules import not_a_weight
-from factorpack.progress import Progress
+from factorpack.progress import Progress, Showing
 from factorpack.source import Checkpoint, checksum_of, open_source
 from factorpack.tune.schedule import Schedule
 from factorpack.version import __version__
@@ -63,7 +63,7 @@ class Grid:
     """Batches to finetune every method on, with the same `schedule` and the model itself as teacher."""
     schedule: Schedule = ON_ALL
     planner: Planner = field(default_factory=Planner)
-    progress: bool = True
+    progress: Showing = True
     data: str = ""
     """Stands for the data of `evaluate` and `train`, so that points measured on other data are told apart."""
 
@@ -71,7 +71,7 @@ class Grid:
         """Returns every point; those of an earlier run are read from their files."""
         names = self.check()
         points = []
-        with Progress("comparing", len(names) * len(self.ratios), self.progress, "points") as bar:
+        with Progress("comparing", len(names) * len(self.ratios), self.progress) as bar:
             for name in names:
                 for ratio in sorted(self.ratios):
                     bar.show(f"{name} at {ratio:g}x")

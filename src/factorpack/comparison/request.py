@@ -20,9 +20,10 @@ from factorpack.comparison.point import Point, files_of
 from factorpack.engine import Engine, Task, run_tasks
 from factorpack.errors import PlanError
 from factorpack.format.locks import locked
-from factorpack.format.overwrite import check_output
+from factorpack.format.overwrite import check_output, make_folder
 from factorpack.model_reference import import_model
 from factorpack.per_tensor import BASE_BYTES
+from factorpack.progress import Showing
 from factorpack.source import open_source
 from factorpack.tune.accuracy import evaluate
 from factorpack.tune.images import ImageFolder, image_folder, loader, unlabelled_batches
@@ -53,7 +54,7 @@ class Request:
     workers: int = 2
     """Processes that load images."""
 
-    def run(self, engine: Engine | None, progress: bool) -> tuple[list[Point], Mapping[str, float]]:
+    def run(self, engine: Engine | None, progress: Showing) -> tuple[list[Point], Mapping[str, float]]:
         """Returns every point, and the scores of the original model.
 
         With an engine, its workers compute the points and each writes its own.
@@ -64,10 +65,10 @@ class Request:
             check_output(self.output / written, self.source, self.calibration, self.data)
         grid = self.grid(progress)
         grid.check()
-        self.output.mkdir(parents=True, exist_ok=True)
+        make_folder(self.output)
         with locked(self.output / "compare.json"):
             if engine is not None:
-                for _ in run_tasks(engine, self.tasks(), "comparing", progress, "points"):
+                for _ in run_tasks(engine, self.tasks(), "comparing", progress):
                     pass
             points = grid.run()
             return points, grid.evaluate(grid.model) if grid.evaluate is not None else {}
@@ -90,7 +91,7 @@ class Request:
             for ratios in ([[ratio] for ratio in self.ratios] if name == PLANNED else [self.ratios])
         ]
 
-    def grid(self, progress: bool) -> Grid:
+    def grid(self, progress: Showing) -> Grid:
         net = load_weights(import_model(self.model), self.source).to(default_device()).eval()
         batches = []
         if self.calibration is not None:

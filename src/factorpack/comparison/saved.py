@@ -24,7 +24,7 @@ class Comparison:
 def read_comparison(path: Path) -> Comparison:
     """Reads compare.json; raises PlanError for any other file, or one with an invalid number."""
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_text(encoding="utf-8"))
         original = _numbers(document["original"])
         points = tuple(_point(fields) for fields in document["points"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

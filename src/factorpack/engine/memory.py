@@ -16,7 +16,7 @@ def free_bytes() -> int | None:
 
 def _free_on_machine() -> int | None:
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         pass
@@ -28,7 +28,9 @@ def _free_on_machine() -> int | None:
 
 def _free_in_cgroup() -> int | None:
     try:
-        limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        limit, used = (
+            (_CGROUP / name).read_text(encoding="utf-8").strip() for name in ("memory.max", "memory.current")
+        )
         return None if limit == "max" else max(int(limit) - int(used), 0)
     except (OSError, ValueError):
         return None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from factorpack.errors import EngineError, FactorpackError
-from factorpack.progress import Progress
+from factorpack.progress import Progress, Showing
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +71,9 @@ def keep_workers(engine: Engine) -> AbstractContextManager[Engine]:
     return engine.keep() if isinstance(engine, Keeping) else nullcontext(engine)
 
 
-def run_tasks(
-    engine: Engine, tasks: Sequence[Task], verb: str, progress: bool, unit: str = "M weights"
-) -> Iterator[Outcome]:
+def run_tasks(engine: Engine, tasks: Sequence[Task], verb: str, progress: Showing) -> Iterator[Outcome]:
     """Runs tasks with a progress bar."""
-    with Progress(verb, sum(task.size for task in tasks), progress, unit) as bar:
+    with Progress(verb, sum(task.size for task in tasks), progress) as bar:
         for outcome in engine.run(tasks):
             bar.advance(outcome.task.name, outcome.task.size)
             yield outcome
@@ -128,7 +126,7 @@ def worker_died_error(task: Task, tries: int, reason: str) -> EngineError:
 def peak_bytes() -> int:
     """Peak resident memory of this process. getrusage would also count its parent's."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)

@@ -188,6 +188,10 @@ class Reader(Mapping[str, Encoded]):
         self.path = Path(path)
         self._file = SafetensorsFile(self.path)
         self.file_bytes = self._file.bytes
+        if METADATA_KEY not in self._file.metadata:
+            raise FormatError(
+                f"{self.path} is not a packed file: it holds plain weights, which `factorpack compress` packs"
+            )
         if set(self._file.metadata) != {METADATA_KEY}:
             raise FormatError(
                 f"{self.path} is not a packed file: its metadata holds {short(sorted(self._file.metadata))}, "
@@ -196,7 +200,9 @@ class Reader(Mapping[str, Encoded]):
         self.schema = schemas.parse(self._file.metadata.pop(METADATA_KEY), self.file_bytes)
         if max_bytes is not None and self.schema.declared_bytes > max_bytes:
             raise FormatError(
-                f"{self.path} declares {self.schema.declared_bytes} decoded bytes, allowed are {max_bytes}"
+                f"{self.path} declares {self.schema.declared_bytes} decoded bytes, allowed are {max_bytes}",
+                found=self.schema.declared_bytes,
+                allowed=max_bytes,
             )
         assert isinstance(self.schema.tensors, StoredRows)
         self.rows = self.schema.tensors
@@ -215,7 +221,7 @@ class Reader(Mapping[str, Encoded]):
         try:
             return _read_row(row, stream)
         except FormatError as error:
-            raise FormatError(f"tensor {shown(name)}: {error}") from error
+            raise FormatError(f"tensor {shown(name)}: {error}", tensor=name) from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.rows)
@@ -235,7 +241,9 @@ class Reader(Mapping[str, Encoded]):
         stream = self._file.read(self._starts[number], self.rows.stored_bytes[number])
         if zlib.crc32(stream) != self.rows.crcs[number]:
             name = next(islice(self.rows, number, None))
-            raise FormatError(f"tensor {shown(name)}: the checksum does not match, the file is damaged")
+            raise FormatError(
+                f"tensor {shown(name)}: the checksum does not match, the file is damaged", tensor=name
+            )
         return stream
 
 

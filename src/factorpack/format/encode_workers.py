@@ -25,7 +25,8 @@ from factorpack.format.symbols import Codes
 EncodeCodes = Callable[[Codes, int, int], bytes]
 """From a matrix of codes, its `split` and the states of its trellis to its stream."""
 _PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[1:]; from factorpack.format import encode_workers as it; it.serve()"
+    "import sys; threads, *sys.path[:] = sys.argv[1:]; from factorpack.format import encode_workers as it; "
+    "it.serve(int(threads))"
 )
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
@@ -75,9 +76,11 @@ def _take() -> Worker | None:
 def _start() -> Worker | None:
     if not Path(sys.executable or "").name.lower().startswith("python"):
         return None  # an application with an interpreter inside: it cannot be told to run a program
+    import torch  # which a worker itself does without
+
     try:
         return subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, *filter(None, sys.path)],
+            [sys.executable, "-c", _PROGRAM, str(torch.get_num_threads()), *filter(None, sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | _ONE_THREAD,
@@ -123,15 +126,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 
 
-def serve() -> None:
-    """The worker's side: one matrix after the other, until the caller is gone."""
+def serve(threads: int) -> None:
+    """The worker's side: one matrix after the other, until the caller is gone, each by as many threads."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted, and ends its workers
     copied = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing else can write between the results
     with (
         suppress(OSError, EOFError, pickle.UnpicklingError),
         os.fdopen(copied, "wb") as results,
-        ThreadPoolExecutor(os.cpu_count()) as pool,
+        ThreadPoolExecutor(threads) as pool,
     ):
         while True:
             codes, split, states = pickle.load(sys.stdin.buffer)

@@ -1,4 +1,4 @@
-"""Refuses to overwrite a file that is being read."""
+"""Where results go: never over a file that is being read."""
 
 from __future__ import annotations
 
@@ -26,6 +26,16 @@ def check_output(output: Path, *inputs: str | Path | None) -> None:
                 raise PlanError(f"{output} is read by this command ({file}): choose another file to write")
 
 
+def make_folder(folder: Path) -> None:
+    """Makes a folder to write into, and those it is in; SourceError where a file has its name."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise SourceError(
+            f"{folder} cannot be a folder: a file has its name, or that of one it is in"
+        ) from error
+
+
 def _files_of(path: Path) -> Iterator[Path]:
     """Every file that an input consists of: itself, all in a folder, or an index and its shards."""
     if path.is_dir():
@@ -40,7 +50,9 @@ def _shard_names(index: Path) -> set[str]:
     """The shards that an index names; none where it is damaged, which its reader reports."""
     try:
         return {
-            name for name in json.loads(index.read_text())["weight_map"].values() if isinstance(name, str)
+            name
+            for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            if isinstance(name, str)
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return set()

@@ -28,6 +28,10 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if path.is_dir():
+            inside = sorted(path.glob("*.packed.safetensors"))
+            there = f": the packed file in it is {inside[0]}" if len(inside) == 1 else ""
+            raise FormatError(f"{path} is a folder, expected a file{there}")
         if not path.is_file():
             raise FormatError(f"there is no file {path}")
         try:

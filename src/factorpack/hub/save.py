@@ -67,8 +67,8 @@ def write_folder(target: str | Path, like: Folder, write: Callable[[Path], objec
         packed = load(made / PACKED_FILE)
         config = _with_dtype(like.config, packed) if like.library == "transformers" else like.config
         config = config | {QUANTIZATION: quantization}
-        (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        (made / CARD).write_text(card(target.name, like, packed.size()))
+        (made / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (made / CARD).write_text(card(target.name, like, packed.size()), encoding="utf-8")
     return load(target / PACKED_FILE)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from factorpack.batches import device_of, evaluating
 from factorpack.errors import SourceError
-from factorpack.progress import Progress
+from factorpack.progress import Progress, ProgressOption
 
 TEXTS_AT_ONCE = 8
 
@@ -78,11 +78,11 @@ def read_text(file: Path) -> str:
         raise SourceError(f"{file} cannot be read as text: {error}") from error
 
 
-def perplexity(model: nn.Module, found: list[Tensor], progress: bool = True) -> Perplexity:
+def perplexity(model: nn.Module, found: list[Tensor], progress: ProgressOption = True) -> Perplexity:
     """Perplexity of a causal language model on windows of tokens."""
     total, count = 0.0, 0
     with (
-        Progress("measuring perplexity", len(found), progress, "windows") as bar,
+        Progress("measuring perplexity", len(found), progress) as bar,
         evaluating(model),
         torch.inference_mode(),
     ):

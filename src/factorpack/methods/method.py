@@ -93,12 +93,13 @@ def from_fields(methods: Mapping[str, type[Method]], fields: Mapping[str, Any]) 
     settings = dict(fields)
     name = settings.pop("method", None)
     if not isinstance(name, str) or name not in methods:
-        raise PlanError(unknown_method(name, methods))
+        raise unknown_method(name, methods)
     method: Method = build_settings(methods[name], settings, f"method {name!r}")
     return method
 
 
-def unknown_method(name: object, methods: Iterable[str]) -> str:
+def unknown_method(name: object, methods: Iterable[str]) -> PlanError:
     """Says that there is no such method, and what an earlier version's is called now."""
     now = "; nncodec is called rdoq now" if name == "nncodec" else ""
-    return f"unknown method {name!r}, known are {', '.join(methods)}{now}"
+    known = list(methods)
+    return PlanError(f"unknown method {name!r}, known are {', '.join(known)}{now}", found=name, allowed=known)

@@ -15,7 +15,11 @@ def build_settings(cls: Any, settings: Mapping[str, Any], what: str) -> Any:
     known = [field.name for field in declared]
     unknown = sorted(set(settings) - set(known))
     if unknown:
-        raise PlanError(f"unknown setting {unknown[0]!r} for {what}, known are {', '.join(known)}")
+        raise PlanError(
+            f"unknown setting {unknown[0]!r} for {what}, known are {', '.join(known)}",
+            found=unknown[0],
+            allowed=known,
+        )
     absent = [
         field.name
         for field in declared
@@ -30,7 +34,7 @@ def check_type(name: str, value: object, *allowed: type) -> None:
     """Settings come from recipes too, where a string may take a number's place."""
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
         words = " or ".join(kind.__name__ for kind in allowed)
-        raise PlanError(f"{name} is {value!r}, a {type(value).__name__}; expected {words}")
+        raise PlanError(f"{name} is {value!r}, a {type(value).__name__}; expected {words}", found=value)
 
 
 def powers_of_two(low: int, high: int) -> list[int]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from factorpack.errors import PlanError, SourceError
 from factorpack.format.atomic import atomic_write
+from factorpack.format.container import check_target
 from factorpack.format.overwrite import check_output
 from factorpack.kinds import KINDS
 from factorpack.onnx.proto import optimise, pack_initialisers, strip_traces
@@ -65,6 +66,7 @@ def export(
     if opset < MIN_OPSET:
         raise PlanError(f"opset is {opset}, allowed are {MIN_OPSET} and above")
     check_output(Path(path), packed.path)
+    check_target(Path(path))
     # With the decoded weights loaded, initialisers that are not replaced below are correct too.
     decoded = packed.load_into(copy.deepcopy(model).cpu()).eval()
     proto = optimise(_trace(decoded, example, opset, dynamic_batch), packed)

@@ -25,8 +25,9 @@ DEFAULT_METHOD = QSPCA(rank=256, latent_bits=5)
 def family_text(name: str) -> str:
     """A family's recipe as it is written."""
     if name not in FAMILIES:
-        raise PlanError(f"unknown recipe {name!r}, known are {', '.join(sorted(FAMILIES))}")
-    return (files("factorpack") / "recipes" / f"{name}.toml").read_text()
+        known = sorted(FAMILIES)
+        raise PlanError(f"unknown recipe {name!r}, known are {', '.join(known)}", found=name, allowed=known)
+    return (files("factorpack") / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
 
 
 @cache

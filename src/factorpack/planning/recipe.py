@@ -74,7 +74,7 @@ def _finds(pattern: str, source: Source) -> bool:
 def read_recipe(path: str | Path, fallback: Method) -> Recipe:
     """A recipe from its file; `fallback` is the method where it has no [default]."""
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise PlanError(f"the recipe {path} cannot be read: {error}") from error
     return recipe_from(text, fallback, str(path))

@@ -50,14 +50,18 @@ def size_table(report: SizeReport, top: int | None = None) -> Table:
 def size_summary(report: SizeReport) -> str:
     """How much smaller a file is than its checkpoint, in one line."""
     assert report.file_bytes is not None
-    text = (
-        f"{human_bytes(report.source_bytes)} -> {human_bytes(report.file_bytes)}, "
-        f"{report.file_ratio:.2f} times smaller"
-    )
+    text = f"{human_bytes(report.source_bytes)} -> {human_bytes(report.file_bytes)}, {_times(report)}"
     if report.source_bytes != report.original_bytes:
         own = report.source_bytes / report.file_bytes
         text += f" than FP32 ({own:.2f} times than the checkpoint's own types)"
     return text
+
+
+def _times(report: SizeReport) -> str:
+    assert report.file_ratio is not None
+    if report.file_ratio >= 1 or not report.file_ratio:
+        return f"{report.file_ratio:.2f} times smaller"
+    return f"{1 / report.file_ratio:.2f} times larger"
 
 
 def size_json(report: SizeReport) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from factorpack.batches import device_of, evaluating
 from factorpack.errors import SourceError
-from factorpack.progress import Progress
+from factorpack.progress import Progress, ProgressOption
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,12 @@ class Accuracy:
     samples_per_s: float
 
 
-def evaluate(model: nn.Module, batches: Iterable[Any], progress: bool = True) -> Accuracy:
+def evaluate(model: nn.Module, batches: Iterable[Any], progress: ProgressOption = True) -> Accuracy:
     """Runs a model over labelled batches in evaluation mode, on its own device."""
     device = device_of(model)
     total = len(batches) if isinstance(batches, Sized) else 0
     first, five, samples, started = 0, 0, 0, time.perf_counter()
-    with evaluating(model), torch.inference_mode(), Progress("evaluating", total, progress, "batches") as bar:
+    with evaluating(model), torch.inference_mode(), Progress("evaluating", total, progress) as bar:
         for inputs, labels in batches:
             logits = _logits(model, inputs.to(device))
             ranked = logits.topk(min(5, logits.shape[1]), 1).indices

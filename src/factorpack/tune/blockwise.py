@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from factorpack.batches import evaluating
 from factorpack.errors import PlanError, SourceError
 from factorpack.packed import Packed
-from factorpack.progress import Progress
+from factorpack.progress import Progress, ProgressOption
 from factorpack.record import Encoded
 from factorpack.tune.blocks import block_sample, blocks_of
 from factorpack.tune.packed_model import PackedModel
@@ -40,7 +40,7 @@ def reconstruct(
     learning_rate: float = 3e-4,
     rate: float | Literal["hold"] = "hold",
     seed: int = 0,
-    progress: bool = True,
+    progress: ProgressOption = True,
 ) -> Packed:
     """Trains a packed model block by block to reproduce the outputs of `model`, the original, in place.
 
@@ -61,7 +61,7 @@ def reconstruct(
     tensors = dict(packed)
     with evaluating(model):
         names = blocks_of(model, samples[0], weights, blocks)
-        with Progress("reconstructing", len(names), progress, unit="blocks") as bar:
+        with Progress("reconstructing", len(names), progress) as bar:
             for name in names:
                 bar.show(name)
                 inputs = block_sample(compressed, name, samples, output=False)

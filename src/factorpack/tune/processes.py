@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,12 +11,19 @@ from factorpack.errors import SourceError
 Value = TypeVar("Value")
 
 
-def open_accelerator(precision: str) -> Any:
+def require_accelerate() -> None:
+    """An error where the package that training needs is absent, before there is work to lose."""
     try:
-        from accelerate import Accelerator, DataLoaderConfiguration
-        from accelerate.state import AcceleratorState
+        importlib.import_module("accelerate")
     except ImportError as error:
         raise SourceError("fine-tuning needs accelerate: pip install 'factorpack[train]'") from error
+
+
+def open_accelerator(precision: str) -> Any:
+    require_accelerate()
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from accelerate.state import AcceleratorState
+
     # accelerate keeps the precision of a process's first run, and refuses another one later.
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != precision:
         AcceleratorState._reset_state()

@@ -11,6 +11,7 @@ from torch import nn
 
 from factorpack.errors import PlanError, SourceError
 from factorpack.packed import Packed
+from factorpack.progress import ProgressOption
 from factorpack.tune.objective import Loss, Objective
 from factorpack.tune.schedule import Schedule
 from factorpack.tune.steer import Finish
@@ -31,7 +32,7 @@ def finetune(
     calibration: Iterable[Any] | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 500,
-    progress: bool = True,
+    progress: ProgressOption = True,
 ) -> Packed:
     """Trains a packed model in its packed form; `packed` then holds the result, ready to save.
 

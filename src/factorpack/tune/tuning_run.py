@@ -18,7 +18,7 @@ from factorpack.batches import batch_size
 from factorpack.errors import PlanError, SourceError
 from factorpack.format.packed_file import file_bytes
 from factorpack.packed import Packed
-from factorpack.progress import Progress
+from factorpack.progress import Progress, Showing
 from factorpack.solve.moments import NORMS
 from factorpack.tune.best import Best, Tuned, as_state, from_state
 from factorpack.tune.checkpoint import (
@@ -143,7 +143,7 @@ class Run:
         model: PackedModel = self.accelerator.unwrap_model(self.tuned_model)
         return model
 
-    def train(self, every: int, progress: bool) -> Packed:
+    def train(self, every: int, progress: Showing) -> Packed:
         """Trains what is left of the run, and returns what is to be saved."""
         done = self._resume()
         if self.held_out and self.best is None:
@@ -151,7 +151,7 @@ class Run:
         if self.checkpoint is not None and self.plan is not None and done == 0:
             self._save(self.checkpoint, 0)  # a plan takes minutes
         try:
-            self._train_epochs(done, every, progress and self.accelerator.is_main_process)
+            self._train_epochs(done, every, progress if self.accelerator.is_main_process else False)
         except NotFiniteError as error:
             if self.best is None or self.accelerator.num_processes > 1:
                 raise
@@ -162,11 +162,11 @@ class Run:
             self.steering.close()
         return self.result()
 
-    def _train_epochs(self, done: int, every: int, shown: bool) -> None:
+    def _train_epochs(self, done: int, every: int, shown: Showing) -> None:
         # Checks for NaN before codes are counted and saved.
         read_every = self.steering.every if self.steering is not None else _READ_EVERY
         meter = Meter()
-        with Progress("fine-tuning", self.steps, shown, unit="steps") as bar:
+        with Progress("fine-tuning", self.steps, shown) as bar:
             bar.advance("", done)
             for epoch in range(done // self.steps_per_epoch, self.schedule.epochs):
                 if self._is_stale():
