@@ -21,6 +21,7 @@ from factorpack.format import chunks, entropy
 from factorpack.format import frequency_tables as tables
 from factorpack.format.chunks import Chunks
 from factorpack.format.classes import Classing, class_counts, fit_both, one_class, sample
+from factorpack.format.frequency_tables import Counts
 from factorpack.format.path_reader import Indices, Paths, by_model, models_of
 from factorpack.format.stream_header import Header, read_header, write_header
 from factorpack.format.stream_plan import Plan, best_plan, class_width, shortest
@@ -71,36 +72,43 @@ def encode(codes: Codes, states: int, split: int = 0, pool: Executor | None = No
     if source.is_independent:
         head = _INDEPENDENT.pack(0, source.segment, split)
         return head + entropy.write_plan(source.plan, source.total_bits, source.low, len(source.order), pool)
-    plan, total_bits, segment = source.plan, source.total_bits, source.segment
+    plan, total_bits = source.plan, source.total_bits
     models = models_of(plan.classing, slice(None), source.quantizer)
     frequencies = plan.tables(total_bits)
     blocks = _blocks(source, models, len(frequencies[2]))
     extra = chunks.LENGTH.size + _COUNT.size
     chunked = entropy.choose_chunks(blocks, plan.coded_bytes(total_bits), pool, extra)
     frequencies[2][list(chunked)] = entropy.no_symbol_but_the_first(len(source.order), total_bits)
-    coder = constriction.stream.stack.AnsCoder()
-    ends = [len(block) for block in blocks]
-    for row in reversed(range(min(segment, len(models)))):
-        sizes = np.bincount(models[row::segment].ravel()).tolist()
-        for model in reversed(range(len(sizes))):
-            start = ends[model] - sizes[model]
-            if model not in chunked:
-                entropy.push(coder, blocks[model][start : ends[model]], frequencies[2][model])
-            ends[model] = start
-    entropy.push(coder, 2 * plan.classing.columns + ~source.quiet, frequencies[1][0])
-    entropy.push(coder, plan.classing.rows, frequencies[0][0])
     lengths = tuple((model, len(chunk)) for model, chunk in chunked.items())
     classes = (frequencies[0].size, frequencies[1].size // 2)
     header = Header(total_bits, source.low, len(source.order), *classes, split, lengths)
-    words: NDArray[np.uint32] = coder.get_compressed()
     return (
         write_header(header, models_per_class=2)
         + b"".join(_COUNT.pack(len(blocks[model])) for model in chunked)
-        + _SEGMENT.pack(segment)
+        + _SEGMENT.pack(source.segment)
         + tables.write_tables(frequencies[:2], frequencies[2], total_bits)
-        + words.astype("<u4").tobytes()
+        + _message(source, models, blocks, frequencies)
         + chunks.join_chunks(list(chunked.values()))
     )
+
+
+def _message(
+    source: _Source, models: NDArray[np.uint8], blocks: list[Symbols], frequencies: list[Counts]
+) -> bytes:
+    """Classes and indices, the last first. Models whose symbols are in chunks have a table that takes no bits."""
+    coder = constriction.stream.stack.AnsCoder()
+    ends = [len(block) for block in blocks]
+    for row in reversed(range(min(source.segment, len(models)))):
+        sizes = np.bincount(models[row :: source.segment].ravel()).tolist()
+        for model in reversed(range(len(sizes))):
+            start = ends[model] - sizes[model]
+            entropy.push(coder, blocks[model][start : ends[model]], frequencies[2][model])
+            ends[model] = start
+    classing = source.plan.classing
+    entropy.push(coder, 2 * classing.columns + ~source.quiet, frequencies[1][0])
+    entropy.push(coder, classing.rows, frequencies[0][0])
+    words: NDArray[np.uint32] = coder.get_compressed()
+    return words.astype("<u4").tobytes()
 
 
 def estimated_bytes(codes: Codes, states: int, split: int = 0) -> int:
@@ -140,10 +148,9 @@ def decode(data: bytes, rows: int, columns: int, states: int) -> Codes:
     row_class = entropy.pop(coder, height, of_rows).astype(np.uint8)
     column = entropy.pop(coder, rows * columns // height, of_columns).astype(np.uint8)
     classing = Classing(row_class, column >> 1)
-    order = code_order(header.low, header.symbols)
     if sum(counts) > rows * columns:
         raise FormatError(f"chunks of {sum(counts)} indices for {rows * columns} codes")
-    large = Chunks(data, end, lengths)
+    order, large = code_order(header.low, header.symbols), Chunks(data, end, lengths)
     chunked = {
         model: entropy.read_chunk(large, count, order)
         for (model, _), count in zip(header.chunks, counts, strict=True)
