@@ -248,8 +248,9 @@ class TestBackIntoAModel:
 
     def test_a_model_without_memory(self) -> None:
         packed = fp.compress(nn.Linear(4, 4), fp.Scalar(4))
-        with pytest.raises(fp.SourceError, match="'weight' is on the meta device"):
-            packed.load_into(nn.Linear(4, 4, device="meta"))
+        model = packed.load_into(nn.Linear(4, 4, device="meta"))
+        for name, tensor in model.state_dict().items():
+            assert_same_tensor(tensor, packed.state_dict()[name])
 
     def test_tied_weights_come_back_tied(self, path: Path) -> None:
         model = Tied()
@@ -342,6 +343,6 @@ class TestTrainedModels:
 def test_asking_for_a_name_reads_no_tensor(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fp.save(fp.compress(Tied(), METHOD), path)
     packed = fp.load(path)
-    monkeypatch.setattr("factorpack.format.container._read_row", None)  # reading one would call it
+    monkeypatch.setattr("factorpack.format.container.read_row", None)  # reading one would call it
     assert set(packed) | set(packed.aliases) == {name for name in Tied().state_dict() if name in packed}
     assert "nothing" not in packed

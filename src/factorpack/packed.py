@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from factorpack.format.container import Reader, check_target, write_plain
 from factorpack.format.encode_ahead import Streams
 from factorpack.format.overwrite import check_output
 from factorpack.format.packed_file import write_packed
-from factorpack.format.read_ahead import read_ahead
+from factorpack.format.tensor_source import TensorSource
 from factorpack.progress import Progress, ProgressOption
 from factorpack.record import DTYPES, Encoded
 from factorpack.size import SizeReport, size_report
@@ -86,7 +86,7 @@ class Packed(Mapping[str, Encoded]):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Plain weights under the names they came with; tied tensors are one tensor again."""
-        state = {name: decode(encoded) for name, encoded in self._in_order()}
+        state = {name: decode(encoded) for name, encoded in self._source().decoded(list(self))}
         return state | {alias: state[target] for alias, target in self.aliases.items()}
 
     def decode_to(
@@ -134,30 +134,47 @@ class Packed(Mapping[str, Encoded]):
         return self.apply(model).model
 
     def apply(
-        self, model: nn.Module, mode: Mode = "dense", example: Any = None, slack: float = 0.0
+        self,
+        model: nn.Module,
+        mode: Mode = "dense",
+        example: Any = None,
+        slack: float = 0.0,
+        max_memory: int | None = None,
+        place: Callable[[str], torch.device] | None = None,
     ) -> Applied:
         """Makes a model run on this file, in place. Names and shapes must fit exactly.
 
         "dense" decodes into the model's tensors and costs nothing afterwards. "packed" leaves codes in
-        memory, and each layer rebuilds its weight in every forward. "factored" computes with the factors
-        where a tile lies inside one output filter, and is "packed" elsewhere. "auto" times all three for
-        each layer on `example`, a batch as for calibration, and takes the fastest; with `slack` it may give
-        that share of the layers' dense time for less memory. What became of which layer, and why, is in
-        the result's `layers`.
+        memory, and each layer rebuilds its weight in every forward. "coded" leaves them entropy-coded, as
+        they are in the file: the least memory, and the slowest. "factored" computes with the factors where a
+        tile lies inside one output filter, and is "packed" elsewhere. "auto" times dense, packed and factored
+        for each layer on `example`, a batch as for calibration, and takes the fastest; with `slack` it may
+        give that share of the layers' dense time for less memory.
+
+        `max_memory` limits the bytes that the model holds, in modes "packed" and "auto": weights are then entropy-coded
+        where they must be. A layer that runs has its weight in memory in addition. What became of which
+        layer, and why, is in the result's `layers`.
+
+        Tensors of a model on the meta device get memory when they are filled, on the CPU or where `place`
+        says, by name; packed weights never do.
 
         >>> print(packed.apply(model, "auto", example=batch))  # doctest: +SKIP
         """
-        from factorpack.runtime.apply import apply  # whoever only reads does without
+        from factorpack.runtime.apply import Request, apply  # whoever only reads does without
+        from factorpack.runtime.fill import on_cpu
 
-        self._check_fits(model)
         run = None if example is None else partial(_run_once, model, example)
-        return apply(model, self._in_order(), self.aliases, mode, run, slack)
+        request = Request(mode, run, slack, max_memory, place or on_cpu)
+        self._check_fits(model)
+        return apply(model, self._source(), self.aliases, request)
 
-    def _in_order(self) -> Iterable[tuple[str, Encoded]]:
-        """`items`, for a caller who takes them all: those still in their file are decoded ahead by threads."""
-        if not isinstance(self._tensors, Reader):
-            return self.items()
-        return read_ahead(self._tensors, torch.get_num_threads())
+    @property
+    def tensors(self) -> Mapping[str, Encoded]:
+        """The tensors without aliases: in memory, or read when they are used."""
+        return self._tensors
+
+    def _source(self) -> TensorSource:
+        return TensorSource(self._tensors, self._streams)
 
     def _check_fits(self, model: nn.Module) -> None:
         targets = model.state_dict(keep_vars=True)
@@ -173,10 +190,6 @@ class Packed(Mapping[str, Encoded]):
                     tensor=name,
                     found=shapes[name][1],
                     allowed=tuple(target.shape),
-                )
-            if target.is_meta:
-                raise SourceError(
-                    f"the model's tensor {name!r} is on the meta device: use to_empty() first", tensor=name
                 )
 
     def replace(self, tensors: Mapping[str, Encoded]) -> None:

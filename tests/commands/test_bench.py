@@ -57,7 +57,7 @@ def test_a_table_of_chosen_modes(packed: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--modes", "dense,fast", "mode 'fast', known are dense, packed, factored, auto"),
+        ("--modes", "dense,fast", "mode 'fast', known are dense, packed, coded, factored, auto"),
         ("--batch", "1,two", "--batch is '1,two', expected whole numbers"),
         ("--batch", "0", "expected numbers of 1 or more"),
         ("--shape", "3,", "--shape is '3,'"),

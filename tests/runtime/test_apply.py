@@ -142,7 +142,7 @@ def test_times_are_taken_in_turns_after_a_warm_up() -> None:
 
 def test_impossible_wishes_are_refused_and_change_nothing(model: nn.Module, packed: fp.Packed) -> None:
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(fp.PlanError, match="'fast', known are dense, packed, factored, auto"):
+    with pytest.raises(fp.PlanError, match="'fast', known are dense, packed, coded, factored, auto"):
         packed.apply(model, "fast")  # type: ignore[arg-type]
     with pytest.raises(fp.PlanError, match="give it an example batch"):
         packed.apply(model, "auto")

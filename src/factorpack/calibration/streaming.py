@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from factorpack.calibration.model_folder import CONFIG, Folder, is_model_folder, model_class, open_folder
-from factorpack.calibration.untrusted_folder import check_fit, library_config, opening
+from factorpack.calibration.model_folder import CONFIG, Folder, is_model_folder, open_folder
+from factorpack.calibration.skeleton import build_skeleton
+from factorpack.calibration.untrusted_folder import Shapes, check_fit, opening
 from factorpack.checkpoints.entry import Entry
 from factorpack.errors import SourceError
 from factorpack.passes.resident import LIMIT_BYTES, Resident, resident_of
-from factorpack.record import DTYPES
 from factorpack.source import Source
 
 
@@ -70,31 +69,16 @@ def _plain_model(path: Path, source: Source) -> tuple[Callable[[], nn.Module], d
     with opening(folder):
         shapes = {name: (entry.dtype, entry.shape) for name, entry in source.entries.items()}
         check_fit(folder, shapes, ())
-    build = _builder(folder, source.entries)
+    build = _builder(folder, shapes)
     return build, _match(build(), source, folder)
 
 
-def _builder(folder: Folder, entries: Mapping[str, Entry]) -> Callable[[], nn.Module]:
-    dtype = _dtype(folder, entries)
-
+def _builder(folder: Folder, shapes: Shapes) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        with opening(folder), torch.inference_mode(False), _default_dtype(dtype), _parameters_on_meta():
-            network: nn.Module = model_class(folder)(library_config(folder))
-        return network.eval()
+        with opening(folder), torch.inference_mode(False):
+            return build_skeleton(folder, shapes)
 
     return build
-
-
-def _dtype(folder: Folder, entries: Mapping[str, Entry]) -> torch.dtype:
-    """The type that the config names, or that most of the weights have."""
-    named = folder.config.get("dtype") or folder.config.get("torch_dtype")
-    if isinstance(named, str) and named in DTYPES:
-        return DTYPES[named]
-    sizes: Counter[torch.dtype] = Counter()
-    for entry in entries.values():
-        if entry.dtype.is_floating_point:
-            sizes[entry.dtype] += entry.numel
-    return sizes.most_common(1)[0][0] if sizes else torch.float32
 
 
 def _match(network: nn.Module, source: Source, folder: Folder) -> dict[str, str]:
@@ -123,30 +107,3 @@ def _match(network: nn.Module, source: Source, folder: Folder) -> dict[str, str]
 
 def _onto(device: torch.device, entry: Entry) -> Callable[[], Tensor]:
     return lambda: entry.load().to(device)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """New parameters go to the meta device, one by one; buffers keep the values that models compute for them."""
-    register = nn.Module.register_parameter
-
-    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(self, name, param)
-        if param is not None and not param.is_meta:
-            self._parameters[name] = nn.Parameter(param.to("meta"), param.requires_grad)
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -122,7 +122,7 @@ def check_fit(folder: Folder, shapes: Shapes, aliases: Collection[str]) -> None:
     stored = [math.prod(shape) for name, (_, shape) in shapes.items() if name not in aliases]
     allowed = SPARE_ELEMENTS + LARGEST_SHARE * sum(stored)
     with torch.device("meta"), _counted(folder, SPARE_MODULES + MODULES_PER_TENSOR * len(stored), allowed):
-        model = _builder(folder)()
+        model = builder(folder)()
     check_shapes({name: tuple(value.shape) for name, value in model.state_dict().items()}, shapes)
     held: dict[int, Tensor] = {id(each): each for each in (*model.parameters(), *model.buffers())}
     _check_elements(folder, sum(each.numel() for each in held.values()), allowed)
@@ -137,7 +137,8 @@ def check_shapes(model: Mapping[str, tuple[int, ...]], shapes: Shapes) -> None:
             raise SourceError(f"tensor {name!r} is {stored} in the file, {shape} by its config")
 
 
-def _builder(folder: Folder) -> Callable[[], nn.Module]:
+def builder(folder: Folder) -> Callable[[], nn.Module]:
+    """What makes a folder's model, with the values that its class starts from."""
     factory = model_class(folder)
     if folder.library == "diffusers":
         return lambda: factory.from_config(safe_config(folder))

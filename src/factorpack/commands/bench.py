@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from factorpack.commands.console import print_json, print_table
-from factorpack.commands.options import Json, Model, PackedFile
+from factorpack.commands.options import Json, MaxMemory, Model, PackedFile
 from factorpack.errors import PlanError
 from factorpack.model_reference import import_model
 from factorpack.packed import load
@@ -25,6 +25,16 @@ from factorpack.runtime.timing import ROUNDS, least_seconds
 from factorpack.tune.models import default_device
 
 ORIGINAL, TWIN = "original", "original again"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a file is applied to a model: the arguments of `packed.apply`."""
+
+    mode: str
+    batch: Tensor
+    slack: float
+    max_memory: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +59,7 @@ def measure_modes(
     inputs: Sequence[Tensor],
     modes: Sequence[str],
     slack: float = 0.0,
+    max_memory: int | None = None,
     rounds: int = ROUNDS,
     twin: bool = False,
     clock: Callable[[], float] = time.perf_counter,
@@ -62,7 +73,8 @@ def measure_modes(
     for batch in inputs:
         original = make().eval().to(batch.device)
         loaded = {
-            mode: _loaded(file, make().eval().to(batch.device), mode, batch, slack, clock) for mode in modes
+            mode: _loaded(file, make().eval().to(batch.device), Way(mode, batch, slack, max_memory), clock)
+            for mode in modes
         }
         runs: dict[str, Callable[..., Any]] = {ORIGINAL: original}
         if twin:
@@ -98,6 +110,7 @@ def bench(
             help="Extra time that auto may spend to save memory, as a share of the layers' dense time."
         ),
     ] = 0.0,
+    max_memory: MaxMemory = None,
     rounds: Annotated[int, typer.Option(help="Runs of each mode, in turns; the fastest counts.", min=1)] = 10,
     as_json: Json = False,
 ) -> None:
@@ -120,7 +133,7 @@ def bench(
         torch.randn(count, *size, generator=generator).to(default_device())
         for count in _numbers("--batch", batch)
     ]
-    rows = measure_modes(file, lambda: import_model(model), inputs, chosen, slack, rounds)
+    rows = measure_modes(file, lambda: import_model(model), inputs, chosen, slack, max_memory, rounds)
     if as_json:
         print_json({"file": str(file), "rows": [asdict(row) for row in rows]})
     else:
@@ -149,11 +162,10 @@ def table_of(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _loaded(
-    file: Path, model: nn.Module, mode: str, batch: Tensor, slack: float, clock: Callable[[], float]
-) -> tuple[Applied, float]:
+def _loaded(file: Path, model: nn.Module, way: Way, clock: Callable[[], float]) -> tuple[Applied, float]:
+    limit = way.max_memory if way.mode in ("packed", "auto") else None
     started = clock()
-    applied = load(file).apply(model, cast(Mode, mode), batch, slack)
+    applied = load(file).apply(model, cast(Mode, way.mode), way.batch, way.slack, limit)
     return applied, clock() - started
 
 

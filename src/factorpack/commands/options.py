@@ -46,6 +46,13 @@ OptionalData = Annotated[Path | None, typer.Option("--data", help=DATA_HELP)]
 BatchSize = Annotated[int, typer.Option(help="Images per step.")]
 ImageSize = Annotated[int, typer.Option(help="Side of the square images the model takes.")]
 Workers = Annotated[int, typer.Option(help="Processes that read images.")]
+MaxMemory = Annotated[
+    int | None,
+    typer.Option(
+        help="Bytes that the model may hold in modes packed and auto: weights stay entropy-coded where they must.",
+        show_default=False,
+    ),
+]
 Samples = Annotated[
     int, typer.Option(help="Images or texts to calibrate on; more are better, up to about 1,000.")
 ]

@@ -219,7 +219,7 @@ class Reader(Mapping[str, Encoded]):
         row = self.rows[name]
         stream = self._stream(self.rows.number(name))
         try:
-            return _read_row(row, stream)
+            return read_row(row, stream)
         except FormatError as error:
             raise FormatError(f"tensor {shown(name)}: {error}", tensor=name) from error
 
@@ -279,7 +279,8 @@ def stored(name: str, encoded: Encoded, encode: EncodeCodes = encode_codes) -> t
     return row, stream
 
 
-def _read_row(row: TensorRow, stream: bytes) -> Encoded:
+def read_row(row: TensorRow, stream: bytes) -> Encoded:
+    """The inverse of `stored`; the bytes may be anything."""
     parts, start = {}, 0
     for name, part in row.parts.items():
         end = start + part.stored_bytes

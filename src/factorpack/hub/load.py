@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from factorpack.calibration.model_folder import Folder, import_library, model_class, open_folder
+from factorpack.calibration.skeleton import build_skeleton
 from factorpack.calibration.untrusted_folder import Shapes, check_fit, library_config, opening, safe_config
 from factorpack.errors import PlanError, SourceError
 from factorpack.format.container import is_packed
+from factorpack.hub.places import DeviceMap, Places
 from factorpack.packed import Packed, load
 from factorpack.runtime.apply import Mode
 from factorpack.source import open_source, read_config
@@ -24,14 +27,24 @@ GENERATION = "generation_config.json"
 
 
 def from_pretrained(
-    folder: str | Path, mode: Mode = "dense", example: Any = None, slack: float = 0.0
+    folder: str | Path,
+    mode: Mode = "dense",
+    example: Any = None,
+    slack: float = 0.0,
+    max_memory: int | None = None,
+    dtype: torch.dtype | None = None,
+    device_map: DeviceMap | None = None,
 ) -> nn.Module:
     """Opens a packed folder as a model in evaluation mode; a folder of plain weights opens too.
 
     The class is the one that `config.json` names. It must come from transformers or diffusers (a component:
-    a unet, a vae): code in the folder never runs, and nothing is downloaded. `mode`, `example` and `slack`
-    are those of `packed.apply`; any mode but "dense" needs the tensor names of the model itself, as in a
-    folder made from a model.
+    a unet, a vae): code in the folder never runs, and nothing is downloaded. `mode`, `example`, `slack` and
+    `max_memory` are those of `packed.apply`; any mode but "dense" needs the tensor names of the model itself,
+    as in a folder made from a model. In modes "packed", "coded" and "factored" the dense model is never in
+    memory.
+
+    `dtype` is the type that the model computes in, its own where there is none. `device_map` is a device, or
+    devices by the beginnings of names, as in transformers; "auto" is a GPU where there is one.
 
     >>> model = fp.hub.from_pretrained("small-llama")  # doctest: +SKIP
     """
@@ -39,12 +52,16 @@ def from_pretrained(
     file = opened.packed_file
     if file is None and mode != "dense":
         raise PlanError(f"mode {mode!r} needs a packed folder, and {folder} is not one: use mode 'dense'")
-    model = _open_model(opened)
-    if file is not None and mode != "dense":
-        packed = load(file)
-        ties = {alias: name for alias, name in open_source(model).aliases.items() if alias not in packed}
-        return Packed(packed, packed.aliases | ties).apply(model, mode, example, slack).model
-    return model
+    if file is None or mode == "dense":
+        return _open_model(opened, dtype, device_map)
+    packed, places = load(file), Places(device_map)
+    with opening(opened):
+        check_fit(opened, packed.shapes(), packed.aliases)
+        model = build_skeleton(opened, packed.shapes(), dtype)
+        _set_up(opened, model)
+    whole = Packed(packed.tensors, packed.aliases | _ties(model, packed))
+    applied = whole.apply(model, mode, example, slack, max_memory, places.of)
+    return places.settle(applied.model)
 
 
 def tokenizer_of(folder: Folder) -> Any:
@@ -58,7 +75,37 @@ def tokenizer_of(folder: Folder) -> Any:
             raise SourceError(f"{folder.path} has no tokenizer that can be opened: {error}") from error
 
 
-def _open_model(folder: Folder) -> nn.Module:
+def _ties(model: nn.Module, packed: Packed) -> dict[str, str]:
+    """Names of the model's tensors that the file does not have, and the names it has for the same tensors."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    ties: dict[str, str] = {}
+    for own in names.values():
+        stored = [packed.aliases.get(name, name) for name in own if name in packed]
+        ties |= {name: stored[0] for name in own if stored and name not in packed}
+    return ties
+
+
+def _set_up(folder: Folder, model: nn.Module) -> None:
+    """What transformers' `from_pretrained` does besides loading weights."""
+    if folder.library == "transformers":
+        settings = _generation_settings(folder)
+        if settings is not None:
+            model.generation_config = settings
+        model.config.name_or_path = str(folder.path)  # type: ignore[union-attr]
+
+
+def _generation_settings(folder: Folder) -> Any:
+    file = folder.path / GENERATION
+    if not file.is_file():
+        return None
+    return import_library("transformers").GenerationConfig.from_dict(read_config(file))
+
+
+def _open_model(
+    folder: Folder, dtype: torch.dtype | None = None, device_map: DeviceMap | None = None
+) -> nn.Module:
     """Fills the model with the folder's weights, read by factorpack itself; none may stay uninitialised."""
     with opening(folder):
         file = folder.packed_file
@@ -67,16 +114,18 @@ def _open_model(folder: Folder) -> nn.Module:
         weights = _stored_weights(folder) if file is None else _packed_weights(file)
         check_fit(folder, weights.shapes, weights.aliases)
         if folder.library == "transformers":
-            return _fill(folder, weights.load())
-        factory = model_class(folder)
+            settings = {"dtype": dtype, "device_map": device_map}
+            given = {name: value for name, value in settings.items() if value is not None}
+            return _fill(folder, weights.load(), given)
+        factory, places = model_class(folder), Places(device_map)
         if file is not None:
-            return load(file).load_into(factory.from_config(safe_config(folder))).eval()
-        model, loading = factory.from_pretrained(
-            folder.path, local_files_only=True, use_safetensors=True, output_loading_info=True
-        )
-        _check_complete(folder, loading)
-        opened: nn.Module = model
-        return opened
+            model = load(file).load_into(factory.from_config(safe_config(folder))).eval()
+        else:
+            model, loading = factory.from_pretrained(
+                folder.path, local_files_only=True, use_safetensors=True, output_loading_info=True
+            )
+            _check_complete(folder, loading)
+        return places.settle(model if dtype is None else model.to(dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +155,16 @@ def _stored_weights(folder: Folder) -> _Weights:
     )
 
 
-def _fill(folder: Folder, state: dict[str, Tensor]) -> nn.Module:
+def _fill(folder: Folder, state: dict[str, Tensor], given: dict[str, Any]) -> nn.Module:
     """A transformers model from a state dict in memory; its class knows old names and ties."""
-    settings, file = None, folder.path / GENERATION
-    if file.is_file():
-        settings = import_library("transformers").GenerationConfig.from_dict(read_config(file))
     model, loading = model_class(folder).from_pretrained(
         None,
         config=library_config(folder),
         state_dict=state,
-        generation_config=settings,
+        generation_config=_generation_settings(folder),
         output_loading_info=True,
         trust_remote_code=False,
+        **given,
     )
     _check_complete(folder, loading)
     model.config.name_or_path = str(folder.path)

@@ -6,21 +6,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor, nn
 
-from factorpack.decoding import decode, decode_into
 from factorpack.errors import PlanError
+from factorpack.format.tensor_source import TensorSource
 from factorpack.kinds import KINDS
 from factorpack.record import Encoded, weight_of
 from factorpack.runtime.choose import choose
+from factorpack.runtime.coded_weight import CodedWeight
 from factorpack.runtime.factored import FACTORED, why_not_factored
-from factorpack.runtime.packed_layers import PACKED, PackedLayer, hold_packed
-from factorpack.runtime.packed_weight import PackedWeight
+from factorpack.runtime.fill import Filler, Place, on_cpu
+from factorpack.runtime.forms import FormBytes, fit_forms, shrink
+from factorpack.runtime.packed_layers import PACKED, HeldWeight, PackedLayer, hold_packed
+from factorpack.runtime.packed_weight import PackedWeight, packed_bytes
 from factorpack.runtime.timing import time_layers
 
-Mode = Literal["dense", "packed", "factored", "auto"]
+Mode = Literal["dense", "packed", "coded", "factored", "auto"]
 MODES: tuple[str, ...] = get_args(Mode)
+GPU_SHARE = 1.1
+"""What codes in lanes take of their stream's bytes, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,48 +58,75 @@ class Applied:
         return "\n".join(map(str, self.layers))
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """How a model is to run."""
+
+    mode: str
+    run_example: Callable[[], object] | None = None
+    slack: float = 0.0
+    max_memory: int | None = None
+    """What the model may hold, `resident_bytes`; a layer that runs has its weight in addition."""
+    place: Place = on_cpu
+    """Where tensors go that are on the meta device."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise PlanError(f"mode {self.mode!r}, known are {', '.join(MODES)}")
+        if self.mode == "auto" and self.run_example is None:
+            raise PlanError("mode 'auto' measures: give it an example batch")
+        if not 0 <= self.slack < float("inf"):
+            raise PlanError(
+                f"slack is {self.slack}, allowed are 0 and more: shares of the dense layers' time"
+            )
+        if self.max_memory is not None and self.mode not in ("packed", "auto"):
+            raise PlanError(f"max_memory is for modes 'packed' and 'auto', and the mode is {self.mode!r}")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
     """A layer that could hold its weight packed, and the classes it could then have."""
 
     name: str
     layer: nn.Module
-    weight: PackedWeight
-    classes: Mapping[str, type[PackedLayer]]
+    ways: Mapping[str, tuple[type[PackedLayer], HeldWeight]]
     note: str
     """Why it is not factored, where that was requested."""
 
 
-def apply(
-    model: nn.Module,
-    tensors: Iterable[tuple[str, Encoded]],
-    aliases: Mapping[str, str],
-    mode: str,
-    run_example: Callable[[], object] | None,
-    slack: float,
-) -> Applied:
-    """Fills a model whose names and shapes fit `tensors`, and converts its layers as `mode` says."""
-    if mode not in MODES:
-        raise PlanError(f"mode {mode!r}, known are {', '.join(MODES)}")
-    if mode == "auto" and run_example is None:
-        raise PlanError("mode 'auto' measures: give it an example batch")
-    if not 0 <= slack < float("inf"):
-        raise PlanError(f"slack is {slack}, allowed are 0 and more: shares of the dense layers' time")
-    targets = model.state_dict(keep_vars=True)
-    holders = _holders(model) if mode != "dense" else {}
+def apply(model: nn.Module, tensors: TensorSource, aliases: Mapping[str, str], request: Request) -> Applied:
+    """Fills a model whose names and shapes fit `tensors`, and converts its layers as `request` says."""
+    filler = Filler(model, request.place)
+    names = {target: [target] for target in tensors}
+    for alias, target in aliases.items():
+        names[target].append(alias)
+    holders = _holders(model) if request.mode != "dense" else {}
+    held = {
+        target: {name: holders[name] for name in own if name in holders}
+        for target, own in names.items()
+        if KINDS[tensors.kind(target)].is_coded
+    }
+    forms = _forms(model, tensors, held, request, filler)
+    streamed = [name for name, form in forms.items() if form == "coded" and filler.like(name).is_cpu]
+    decoded = iter(tensors.decoded([name for name in names if name not in set(streamed)]))
+    makers = _Makers(tensors, filler, request)
     candidates: list[Candidate] = []
-    reports: list[LayerReport] = []
-    for target, encoded in tensors:
-        names = [target, *(alias for alias, tied in aliases.items() if tied == target)]
-        is_coded = KINDS[encoded.kind].is_coded
-        held = [name for name in names if name in holders] if is_coded else []
-        candidates += _candidates({name: holders[name] for name in held}, encoded, mode)
-        plain = names if mode == "auto" else [name for name in names if name not in held]
-        _fill({id(targets[name]): targets[name] for name in plain}.values(), encoded)
-        if is_coded and not held:
-            note = "" if mode == "dense" else "no layer of a class that can be packed holds it"
-            reports.append(LayerReport(target, "dense", note))
-    return Applied(model, (*_settle(candidates, mode, run_example, slack), *reports))
+    for target in names:
+        layers = held.get(target, {})
+        if target in streamed:
+            candidates += makers.streamed(target, layers)
+            continue
+        _, encoded = next(decoded)
+        candidates += makers.packed(target, layers, encoded, forms.get(target, ""))
+        plain = (
+            names[target]
+            if request.mode == "auto"
+            else [name for name in names[target] if name not in layers]
+        )
+        filler.fill(plain, encoded)
+    note = "" if request.mode == "dense" else "no layer of a class that can be packed holds it"
+    others = (LayerReport(target, "dense", note) for target, layers in held.items() if not layers)
+    return Applied(model, (*_settle(model, candidates, request), *others))
 
 
 def resident_bytes(model: nn.Module) -> int:
@@ -113,57 +144,124 @@ def _holders(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _candidates(layers: Mapping[str, nn.Module], encoded: Encoded, mode: str) -> Iterator[Candidate]:
-    """One per layer; tied layers share the codes."""
-    shared: PackedWeight | None = None
-    seen: set[nn.Module] = set()
+def _forms(
+    model: nn.Module,
+    tensors: TensorSource,
+    held: Mapping[str, Mapping[str, nn.Module]],
+    request: Request,
+    filler: Filler,
+) -> dict[str, str]:
+    """The form of each weight that a layer holds: "packed", "coded", or empty where nothing decides."""
+    owned = {target: layers for target, layers in held.items() if layers}
+    if request.mode == "coded":
+        return dict.fromkeys(owned, "coded")
+    if request.mode != "packed" or request.max_memory is None:
+        return dict.fromkeys(owned, "")
+    sizes: dict[str, FormBytes] = {}
+    for target, layers in owned.items():
+        weight, coded = _weight(next(iter(layers.values()))), tensors.stored_bytes(target)
+        if not filler.like(target).is_cpu:
+            coded = int(GPU_SHARE * coded)
+        is_table = all(isinstance(layer, nn.Embedding) for layer in layers.values())
+        fixed = packed_bytes(tuple(weight.shape), tensors.specs(target))
+        sizes[target] = FormBytes(weight.numel(), fixed, coded, is_table)
+    layers_held = [layer for layers in owned.values() for layer in layers.values()]
+    return fit_forms(sizes, request.max_memory, _other_bytes(model, layers_held))
+
+
+def _other_bytes(model: nn.Module, layers: Iterable[nn.Module]) -> int:
+    """What a model holds besides the weights of these layers."""
+    weights = {id(_weight(layer)): _weight(layer).nbytes for layer in layers}
+    return resident_bytes(model) - sum(weights.values())
+
+
+def _weight(layer: nn.Module) -> Tensor:
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Makers:
+    """What makes candidates: one per layer; tied layers share the codes."""
+
+    tensors: TensorSource
+    filler: Filler
+    request: Request
+
+    def streamed(self, target: str, layers: Mapping[str, nn.Module]) -> Iterator[Candidate]:
+        """Layers that hold their weight's own bytes."""
+        shared = CodedWeight(*self.tensors.stream(target), self.filler.like(target))
+        for name, layer in _unique(layers).items():
+            yield Candidate(name, layer, {"coded": (PACKED[type(layer)], shared)}, "")
+
+    def packed(
+        self, target: str, layers: Mapping[str, nn.Module], encoded: Encoded, form: str
+    ) -> Iterator[Candidate]:
+        if not layers:
+            return
+        mode, like = self.request.mode, self.filler.like(target)
+        shared: dict[str, HeldWeight] = {form or "packed": PackedWeight(encoded, like, form)}
+        if mode == "auto" and self.request.max_memory is not None:
+            shared["coded"] = (
+                CodedWeight(*self.tensors.stream(target), like)
+                if like.is_cpu
+                else PackedWeight(encoded, like, "coded")
+            )
+        for name, layer in _unique(layers).items():
+            ways: dict[str, tuple[type[PackedLayer], HeldWeight]] = {
+                way: (PACKED[type(layer)], weight) for way, weight in shared.items()
+            }
+            note = why_not_factored(layer, encoded) if mode in ("factored", "auto") else ""
+            if mode in ("factored", "auto") and not note:
+                ways["factored"] = FACTORED[type(layer)], shared["packed"]
+            yield Candidate(name, layer, ways, note)
+
+
+def _unique(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Each layer once, under its first name."""
+    first: dict[nn.Module, str] = {}
     for name, layer in layers.items():
-        if layer in seen:
-            continue
-        seen.add(layer)
-        assert isinstance(layer.weight, Tensor)
-        shared = shared or PackedWeight(encoded, layer.weight)
-        classes: dict[str, type[PackedLayer]] = {"packed": PACKED[type(layer)]}
-        note = "" if mode == "packed" else why_not_factored(layer, encoded)
-        if mode != "packed" and not note:
-            classes["factored"] = FACTORED[type(layer)]
-        yield Candidate(name, layer, shared, classes, note)
+        first.setdefault(layer, name)
+    return {name: layer for layer, name in first.items()}
 
 
-def _settle(
-    candidates: list[Candidate], mode: str, run_example: Callable[[], object] | None, slack: float
-) -> Iterator[LayerReport]:
+def _settle(model: nn.Module, candidates: list[Candidate], request: Request) -> Iterator[LayerReport]:
     """Converts each candidate's layer as requested, or as the measurement chose."""
     measured: Mapping[nn.Module, Mapping[str, float]] = {}
-    fitting: Mapping[nn.Module, str] = {}
-    if mode == "auto" and run_example is not None:
-        measured = time_layers({each.layer: (each.weight, each.classes) for each in candidates}, run_example)
-        saved = {each.layer: _saved_bytes(each) for each in candidates}
-        fitting = choose(measured, saved, slack)
+    chosen: Mapping[nn.Module, str] = {}
+    if request.mode == "auto" and request.run_example is not None:
+        measured = time_layers({each.layer: each.ways for each in candidates}, request.run_example)
+        chosen = _chosen(model, candidates, measured, request)
     for each in candidates:
         seconds = measured.get(each.layer, {})
-        chosen, note = mode, each.note
-        if mode == "auto":
-            chosen = fitting.get(each.layer, "dense")
+        way, note = request.mode, each.note
+        if request.mode == "auto":
+            way = chosen.get(each.layer, "dense")
             note = note if seconds else "it does not run on the example"
-        elif mode not in each.classes:
-            chosen = "packed"
-        if chosen != "dense":
-            hold_packed(each.layer, each.classes[chosen], each.weight)
-        yield LayerReport(each.name, chosen, note, seconds)
+        elif way not in each.ways:
+            way = next(iter(each.ways))
+        if way != "dense":
+            hold_packed(each.layer, *each.ways[way])
+        yield LayerReport(each.name, way, note, seconds)
 
 
-def _saved_bytes(candidate: Candidate) -> int:
-    weight = candidate.layer.weight
-    assert isinstance(weight, Tensor)
-    return weight.nbytes - resident_bytes(candidate.weight)
-
-
-def _fill(targets: Iterable[Tensor], encoded: Encoded) -> None:
-    """Decodes into tensors of a model: in place, unless they are on another device or not contiguous."""
-    with torch.no_grad():
-        for target in targets:
-            if target.device.type == "cpu" and target.is_contiguous():
-                decode_into(encoded, target)
-            else:
-                target.copy_(decode(encoded))
+def _chosen(
+    model: nn.Module,
+    candidates: list[Candidate],
+    measured: Mapping[nn.Module, Mapping[str, float]],
+    request: Request,
+) -> Mapping[nn.Module, str]:
+    sizes = {
+        each.layer: {"dense": _weight(each.layer).nbytes}
+        | {way: resident_bytes(weight) for way, (_, weight) in each.ways.items()}
+        for each in candidates
+    }
+    saved = {layer: own["dense"] - own["packed"] for layer, own in sizes.items()}
+    fast = {layer: {way: times[way] for way in times if way != "coded"} for layer, times in measured.items()}
+    chosen = choose(fast, saved, request.slack)
+    if request.max_memory is None:
+        return chosen
+    others = _other_bytes(model, [each.layer for each in candidates])
+    everywhere = {layer: chosen.get(layer, "dense") for layer in sizes}
+    return shrink(everywhere, measured, sizes, request.max_memory, others)

@@ -38,6 +38,11 @@ def row_cells(columns: int, bits: int) -> int:
     return -(-columns // (fields(bits) * GRAIN)) * GRAIN
 
 
+def row_bytes(columns: int, bits: int) -> int:
+    """Bytes of a row of `columns` codes."""
+    return row_cells(columns, bits) * fields(bits) * bits // 8
+
+
 def suits(columns: int, bits: int) -> bool:
     """Whether this layout suits rows: the width has it, and little padding is needed."""
     if bits not in WIDTHS:
@@ -68,7 +73,7 @@ def check_rows(packed: Tensor, bits: int, columns: int) -> None:
     """Raises WeightError unless these are rows of `columns` codes: a kernel checks nothing."""
     if bits not in WIDTHS:
         raise WeightError(f"codes of {bits} bits, rows can have {', '.join(map(str, WIDTHS))}")
-    expected = row_cells(columns, bits) * fields(bits) * bits // 8
+    expected = row_bytes(columns, bits)
     if packed.dtype != torch.uint8 or packed.ndim != 2 or packed.shape[1] != expected:
         found = f"{packed.dtype} of shape {tuple(packed.shape)}"
         raise WeightError(

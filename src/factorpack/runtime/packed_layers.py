@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from factorpack.runtime.coded_weight import CodedWeight
 from factorpack.runtime.multiply import multiply, on_gpu
 from factorpack.runtime.packed_weight import PackedWeight
+
+HeldWeight = PackedWeight | CodedWeight
 
 
 class PackedLayer(nn.Module):
@@ -96,12 +99,12 @@ PACKED: dict[type[nn.Module], type[PackedLayer]] = {
 """A layer's class -> its packed class. A subclass may use its weight in any way, so subclasses are not packed."""
 
 
-def hold_packed(layer: nn.Module, cls: type[PackedLayer], weight: PackedWeight) -> None:
+def hold_packed(layer: nn.Module, cls: type[PackedLayer], weight: HeldWeight) -> None:
     """Converts a layer to a packed class in place, so that every reference to it now sees the packed layer."""
     del layer._parameters["weight"]
     layer.__class__ = cls
     assert isinstance(layer, PackedLayer)
-    layer.packed = weight
+    layer.packed = weight  # type: ignore[assignment]  # a coded one has no rows and no product, which is asked first
     layer.prepare()
 
 

@@ -14,12 +14,27 @@ from torch import Tensor, nn
 
 from factorpack.decoding import check_indices, rebuild
 from factorpack.kinds import KINDS
+from factorpack.kinds.base import Specs
 from factorpack.kinds.scalar_codes import may_clamp
 from factorpack.kinds.slices import Range
 from factorpack.quantize.uniform import code_dtype, from_codes
 from factorpack.record import Encoded
-from factorpack.runtime.bit_planes import pack_codes, unpack_at, unpack_codes, unpack_range, unpack_reference
-from factorpack.runtime.code_rows import find_row_codes, pack_rows, unpack_rows, unpack_rows_reference
+from factorpack.runtime.bit_planes import (
+    bit_plane_bytes,
+    pack_codes,
+    unpack_at,
+    unpack_codes,
+    unpack_range,
+    unpack_reference,
+)
+from factorpack.runtime.code_rows import (
+    find_row_codes,
+    pack_rows,
+    row_bytes,
+    suits,
+    unpack_rows,
+    unpack_rows_reference,
+)
 from factorpack.runtime.lane_decode import decode, multiply, uses_lanes
 from factorpack.runtime.lanes import LaneLayout, fits_lanes, pack_lanes
 
@@ -37,7 +52,8 @@ class PackedWeight(nn.Module):
     torch.distributed.
     """
 
-    def __init__(self, encoded: Encoded, like: Tensor) -> None:
+    def __init__(self, encoded: Encoded, like: Tensor, form: str = "") -> None:
+        """`form` is "packed" for fixed widths, "coded" for what is smallest, and empty for what is fast."""
         super().__init__()
         check_indices(encoded)
         self.kind, self.layout, self.decoded = encoded.kind, encoded.layout, encoded.dtype
@@ -50,7 +66,8 @@ class PackedWeight(nn.Module):
         """Codes that inputs are multiplied by directly, and their shape then: (outputs, codes per output)."""
         self.lanes: dict[str, LaneLayout] = {}
         """Codes that are entropy-coded, and where everything is in their bytes."""
-        is_laned = uses_lanes(like)
+        self.rows_margin = 1.0 if form == "coded" else ROWS_MARGIN
+        is_laned = form != "packed" and uses_lanes(like)
         for name, part in encoded.parts.items():
             self.register_buffer(name, self._stored(name, part, is_laned).to(like.device))
         self.scaled_lanes = self._scaled_lanes(encoded)
@@ -69,7 +86,7 @@ class PackedWeight(nn.Module):
         is_transposed, _, width = self._memory_shape(name)
         codes = part.T if is_transposed else part
         if name in self.in_rows:
-            fixed, margin = pack_rows(codes.reshape(self.in_rows[name]), self.bits[name]), ROWS_MARGIN
+            fixed, margin = pack_rows(codes.reshape(self.in_rows[name]), self.bits[name]), self.rows_margin
         else:
             fixed, margin = pack_codes(codes, self.bits[name]), 1.0
         if not is_laned or part.numel() < FEWEST_IN_LANES:
@@ -277,3 +294,18 @@ class PackedWeight(nn.Module):
             for name, bits in self.bits.items()
         )
         return f"{tuple(self.shape)} as {self.kind}: {widths}"
+
+
+def packed_bytes(shape: tuple[int, ...], parts: Specs) -> int:
+    """What a weight of these parts takes at fixed widths, at most: rows of codes may be padded."""
+    total = 0
+    for spec in parts.values():
+        count = math.prod(spec.shape)
+        if not spec.bits:
+            total += count * spec.dtype.itemsize
+            continue
+        size, columns = bit_plane_bytes(count, spec.bits), count // max(shape[0], 1)
+        if len(shape) == 2 and suits(columns, spec.bits):
+            size = max(size, shape[0] * row_bytes(columns, spec.bits))
+        total += size
+    return total

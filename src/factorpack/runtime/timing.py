@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from factorpack.runtime.packed_layers import PackedLayer, hold_packed
-from factorpack.runtime.packed_weight import PackedWeight
+from factorpack.runtime.packed_layers import HeldWeight, PackedLayer, hold_packed
 
 ROUNDS = 5
 """Runs of each mode, in turns, so that a slow moment of the machine affects all of them."""
 
-Ways = Mapping[nn.Module, tuple[PackedWeight, Mapping[str, type[PackedLayer]]]]
+Ways = Mapping[nn.Module, Mapping[str, tuple[type[PackedLayer], HeldWeight]]]
 
 
 def time_layers(ways: Ways, run_example: Callable[[], object]) -> dict[nn.Module, dict[str, float]]:
@@ -25,7 +24,7 @@ def time_layers(ways: Ways, run_example: Callable[[], object]) -> dict[nn.Module
 
     def measure(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: object) -> None:
         runs = {"dense": layer.forward} | {
-            mode: _variant(layer, cls, ways[layer][0]).forward for mode, cls in ways[layer][1].items()
+            mode: _variant(layer, cls, weight).forward for mode, (cls, weight) in ways[layer].items()
         }
         total = found.setdefault(layer, dict.fromkeys(runs, 0.0))
         for mode, seconds in least_seconds(runs, args, kwargs).items():
@@ -40,7 +39,7 @@ def time_layers(ways: Ways, run_example: Callable[[], object]) -> dict[nn.Module
     return found
 
 
-def _variant(layer: nn.Module, cls: type[PackedLayer], weight: PackedWeight) -> nn.Module:
+def _variant(layer: nn.Module, cls: type[PackedLayer], weight: HeldWeight) -> nn.Module:
     """A converted copy of the layer, which shares everything but the weight with it."""
     variant = copy.copy(layer)
     variant._parameters, variant._modules = dict(layer._parameters), dict(layer._modules)
