@@ -128,7 +128,7 @@ def test_torch_compile(transformers: Any, tmp_path: Path, mode: Any) -> None:
 # The kernel's mark of one process, for each mode in a child that has imported everything. A model of one layer is
 # opened before, so that only holding more of them shows.
 SCRIPT = """
-import os, re, sys
+import ctypes, os, re, sys
 from pathlib import Path
 import torch
 import factorpack as fp
@@ -138,6 +138,7 @@ def peak_bytes():
     return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
 torch.set_num_threads(1)
+ctypes.CDLL(None).mallopt(-3, 1 << 16)  # large arrays are given back when they are freed
 tokens = torch.arange(6)[None]
 for mode in ("dense", "packed", "coded"):
     child = os.fork()

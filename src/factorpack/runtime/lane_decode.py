@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import astuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from factorpack.quantize.uniform import from_codes
 from factorpack.runtime.lane_models import PAIR_BITS, STATE_BITS, WORD_BITS
 from factorpack.runtime.lanes import GROUP, SHORT_TAIL, TAIL_AT, LaneLayout
-from factorpack.runtime.multiply import has_triton, on_gpu, warn_once
+from factorpack.runtime.multiply import has_triton, on_device, on_gpu, warn_once
 
 
 class _Reader:
@@ -116,8 +116,21 @@ def decode(
     return _fastest(packed, layout, scale, scaled, dtype, decoded)
 
 
-@torch.library.custom_op("factorpack::decode_lanes", mutates_args=())
-def decode_lanes(
+# Operators for compilers. They have no gradient and change no argument, so they need nothing of what
+# `torch.library.custom_op` adds, which takes twice as long to call.
+torch.library.define(
+    "factorpack::decode_lanes",
+    "(Tensor packed, int[] layout, Tensor? scale, str scaled, ScalarType dtype, ScalarType decoded) -> Tensor",
+)
+torch.library.define(
+    "factorpack::multiply_lanes", "(Tensor inputs, Tensor packed, int[] layout, Tensor scale) -> Tensor"
+)
+decode_lanes = torch.ops.factorpack.decode_lanes.default
+multiply_lanes = torch.ops.factorpack.multiply_lanes.default
+
+
+@torch.library.impl("factorpack::decode_lanes", "CompositeExplicitAutograd")
+def _decode_operator(
     packed: Tensor,
     layout: list[int],
     scale: Tensor | None,
@@ -125,12 +138,11 @@ def decode_lanes(
     dtype: torch.dtype,
     decoded: torch.dtype,
 ) -> Tensor:
-    """`decode` as one operator: calling it takes longer than a kernel, so only a compiler does."""
     return _fastest(packed, _layout(layout), scale, scaled, dtype, decoded)
 
 
-@decode_lanes.register_fake
-def _(
+@torch.library.register_fake("factorpack::decode_lanes")  # type: ignore[untyped-decorator]
+def _decode_shape(
     packed: Tensor,
     layout: list[int],
     scale: Tensor | None,  # noqa: ARG001
@@ -157,7 +169,7 @@ def _fastest(
         from factorpack.runtime import lane_triton  # only where there is a GPU
 
         out = torch.empty(layout.count, dtype=dtype, device=packed.device)
-        with _on_device(packed):
+        with on_device(packed):
             lane_triton.decode_lanes(packed, layout, scale, scaled, out, decoded)
         return out
     if scale is None:
@@ -168,7 +180,7 @@ def _fastest(
 
 
 def multiply(inputs: Tensor, packed: Tensor, layout: LaneLayout, scale: Tensor) -> Tensor:
-    """A vector times the matrix, then times one scale or one per column: (rows,) -> (columns,)."""
+    """A vector times the matrix, then times one scale or one per column: (..., rows) -> (..., columns)."""
     if torch.compiler.is_compiling():
         numbers = [int(each) for each in astuple(layout)]
         found: Tensor = multiply_lanes(inputs, packed, numbers, scale)
@@ -176,32 +188,54 @@ def multiply(inputs: Tensor, packed: Tensor, layout: LaneLayout, scale: Tensor) 
     return _product(inputs, packed, layout, scale)
 
 
-@torch.library.custom_op("factorpack::multiply_lanes", mutates_args=())
-def multiply_lanes(inputs: Tensor, packed: Tensor, layout: list[int], scale: Tensor) -> Tensor:
-    """`multiply` as one operator."""
+@torch.library.impl("factorpack::multiply_lanes", "CompositeExplicitAutograd")
+def _multiply_operator(inputs: Tensor, packed: Tensor, layout: list[int], scale: Tensor) -> Tensor:
     return _product(inputs, packed, _layout(layout), scale)
 
 
-@multiply_lanes.register_fake
-def _(inputs: Tensor, packed: Tensor, layout: list[int], scale: Tensor) -> Tensor:  # noqa: ARG001
-    return inputs.new_empty(layout[1])
+@torch.library.register_fake("factorpack::multiply_lanes")  # type: ignore[untyped-decorator]
+def _multiply_shape(inputs: Tensor, packed: Tensor, layout: list[int], scale: Tensor) -> Tensor:  # noqa: ARG001
+    return inputs.new_empty((*inputs.shape[:-1], layout[1]))
 
 
 def _product(inputs: Tensor, packed: Tensor, layout: LaneLayout, scale: Tensor) -> Tensor:
     if on_gpu(packed) and has_triton():
-        from factorpack.runtime import lane_triton  # only where there is a GPU
-
-        with _on_device(packed):
-            return lane_triton.multiply_lanes(inputs.contiguous(), packed, layout, scale)
+        return product_of(packed, layout, scale)(inputs)
     codes = decode_reference(packed, layout, torch.int16).view(-1, layout.columns)
     return (inputs.float() @ codes.float() * scale.float()).to(inputs.dtype)
 
 
-def _on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device; to change that takes longer than to look."""
-    if torch.cuda.current_device() == tensor.device.index:
-        return nullcontext()
-    return torch.cuda.device_of(tensor)
+def product_of(packed: Tensor, layout: LaneLayout, scale: Tensor) -> Callable[[Tensor], Tensor]:
+    """`multiply` by one weight on a GPU, with everything but the inputs looked up once."""
+    from factorpack.runtime.lane_triton import LaneProduct  # only where there is a GPU
+
+    product = LaneProduct(packed, layout, scale)
+
+    def multiplied(inputs: Tensor) -> Tensor:
+        with on_device(packed):
+            return product(inputs.contiguous())
+
+    return multiplied
+
+
+def decoder_of(
+    packed: Tensor,
+    layout: LaneLayout,
+    scale: Tensor,
+    scaled: str,
+    dtype: torch.dtype,
+    decoded: torch.dtype,
+) -> Callable[[], Tensor]:
+    """`decode` of one weight on a GPU, with everything looked up once."""
+    from factorpack.runtime.lane_triton import LaneDecoder  # only where there is a GPU
+
+    decoder = LaneDecoder(packed, layout, scale, scaled, dtype, decoded)
+
+    def decoded_now() -> Tensor:
+        with on_device(packed):
+            return decoder()
+
+    return decoded_now
 
 
 def uses_lanes(like: Tensor) -> bool:

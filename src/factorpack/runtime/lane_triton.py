@@ -6,6 +6,7 @@ first cache. Words are touched some steps before they are needed, which brings t
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from factorpack.record import dtype_name
+from factorpack.runtime import launching
 from factorpack.runtime.lanes import GROUP, LaneLayout
+from factorpack.runtime.launching import Prepared, Run
 from factorpack.runtime.multiply_triton import SUMMED, add_splits
 
 STEPS, UNROLL = 32, 4
@@ -310,8 +313,8 @@ def _decode(  # type: ignore[no-untyped-def]
     tl.store(out + lane, (total & 1).to(out.dtype.element_ty), inside & (rows < 0))
 
 
-_COMPILED: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
-"""Compiled kernels and the arguments that do not change, so that a call need not look for them again."""
+_PREPARED: dict[tuple[object, ...], Prepared] = {}
+"""Compiled kernels by all that they depend on but the tensors' places in memory."""
 
 
 def decode_lanes(
@@ -321,72 +324,85 @@ def decode_lanes(
 
     `scaled` is "" for codes, "one" for one scale, "row" or "column" for one per row or column of the matrix.
     """
-    _launch(packed, layout, None, scale, scaled, out, decoded)
+    _decode_kernel(layout, False, scaled, decoded).launch(packed, None, scale, out)
 
 
 def multiply_lanes(inputs: Tensor, packed: Tensor, layout: LaneLayout, scale: Tensor) -> Tensor:
     """A vector times the matrix, then times one scale or one per column: (rows,) -> (columns,)."""
-    sums = torch.empty(layout.segments, layout.columns, dtype=torch.float32, device=inputs.device)
-    _launch(packed, layout, inputs, None, "", sums, torch.float32)
-    out = torch.empty(layout.columns, dtype=inputs.dtype, device=inputs.device)
-    _add_up(sums, scale, out)
-    return out
+    return LaneProduct(packed, layout, scale)(inputs)
 
 
-def _add_up(sums: Tensor, scale: Tensor, out: Tensor) -> None:
-    """The sums over segments, scaled."""
-    tensors = (sums, scale, out)
-    known = (add_splits, sums.shape, len(scale), *_kinds(tensors))
-    if not _rerun(known, tensors):
-        numbers = (out.numel(), len(sums), int(len(scale) > 1))
-        constants = {"SCALED": True, "SUMMED": SUMMED, "MOST": triton.next_power_of_2(len(sums))}
-        _run(add_splits, known, (triton.cdiv(out.numel(), SUMMED),), tensors, numbers, constants, 4)
+class LaneDecoder:
+    """`decode_lanes` of one weight, with everything looked up once."""
+
+    def __init__(
+        self,
+        packed: Tensor,
+        layout: LaneLayout,
+        scale: Tensor,
+        scaled: str,
+        dtype: torch.dtype,
+        decoded: torch.dtype,
+    ) -> None:
+        self._tensors, self._device = (packed, None, scale), packed.device.index
+        self._new = partial(torch.empty, layout.count, dtype=dtype, device=packed.device)
+        self._decode = _decode_kernel(layout, False, scaled, decoded)
+        self._run: Run | None = None
+
+    def __call__(self) -> Tensor:
+        out = self._new()  # new tensors begin at multiples of 16 bytes
+        if self._run is None:
+            self._run = self._decode.launch(*self._tensors, out)
+        else:
+            self._run(launching.current_stream(self._device), *self._tensors, out)
+        return out
 
 
-def _launch(
-    packed: Tensor,
-    layout: LaneLayout,
-    inputs: Tensor | None,
-    scale: Tensor | None,
-    scaled: str,
-    out: Tensor,
-    decoded: torch.dtype,
-) -> None:
-    tensors = (packed, inputs, scale, out)
-    known = (_decode, layout, scaled, decoded, *_kinds(tensors))
-    if not _rerun(known, tensors):
-        grid = (layout.segments * layout.groups,)
-        constants = _constants(layout, inputs, scaled, decoded)
-        _run(_decode, known, grid, tensors, _numbers(layout), constants, GROUP // 32)
+class LaneProduct:
+    """`multiply_lanes` of one weight, with everything but the inputs looked up once."""
+
+    def __init__(self, packed: Tensor, layout: LaneLayout, scale: Tensor) -> None:
+        self._packed, self._scale, self._columns = packed, scale, layout.columns
+        self._device = packed.device.index
+        segments = layout.segments
+        self._new = partial(torch.empty, segments, layout.columns, dtype=torch.float32, device=packed.device)
+        self._decode = _decode_kernel(layout, True, "", torch.float32)
+        constants = {"SCALED": True, "SUMMED": SUMMED, "MOST": triton.next_power_of_2(segments)}
+        numbers = (layout.columns, segments, int(len(scale) > 1))
+        self._add = _prepared(add_splits, triton.cdiv(layout.columns, SUMMED), numbers, constants, 4)
+        self._runs: dict[tuple[torch.dtype, int], tuple[Run, Run]] = {}
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """One contiguous vector, of any shape -> the same shape, but for the last dimension."""
+        kind = inputs.dtype, inputs.data_ptr() & 15
+        runs = self._runs.get(kind)
+        shape = (*inputs.shape[:-1], self._columns)
+        sums, out = self._new(), torch.empty(shape, dtype=inputs.dtype, device=inputs.device)
+        if runs is not None:
+            stream = launching.current_stream(self._device)
+            runs[0](stream, self._packed, inputs, None, sums)
+            runs[1](stream, sums, self._scale, out)
+            return out
+        decode = self._decode.launch(self._packed, inputs, None, sums)
+        add = self._add.launch(sums, self._scale, out)
+        if decode is not None and add is not None:
+            self._runs[kind] = decode, add
+        return out
 
 
-def _kinds(tensors: tuple[Tensor | None, ...]) -> tuple[object, ...]:
-    """What a compiled kernel depends on."""
-    aligned = (each is None or (each.dtype, each.device, each.data_ptr() % 16 == 0) for each in tensors)
-    return tuple(aligned)
+def _decode_kernel(layout: LaneLayout, is_multiplied: bool, scaled: str, decoded: torch.dtype) -> Prepared:
+    constants = _constants(layout, is_multiplied, scaled, decoded)
+    return _prepared(_decode, layout.segments * layout.groups, _numbers(layout), constants, GROUP // 32)
 
 
-def _rerun(known: tuple[object, ...], tensors: tuple[Tensor | None, ...]) -> bool:
-    """Launches a kernel that has been launched for the same layout; False where none has been."""
-    found = _COMPILED.get(known)
-    if found is None:
-        return False
-    found[0](*tensors, *found[1])
-    return True
-
-
-def _run(
-    kernel: Any,
-    known: tuple[object, ...],
-    grid: tuple[int],
-    tensors: tuple[Tensor | None, ...],
-    numbers: tuple[int, ...],
-    constants: dict[str, object],
-    warps: int,
-) -> None:
-    compiled = kernel[grid](*tensors, *numbers, **constants, num_warps=warps)
-    if compiled is not None:  # the interpreter compiles nothing
-        _COMPILED[known] = compiled[*grid, 1, 1], (*numbers, *constants.values())
+def _prepared(
+    kernel: Any, grid: int, numbers: tuple[int, ...], constants: dict[str, object], warps: int
+) -> Prepared:
+    """One for all weights that are launched alike."""
+    known = (kernel, grid, numbers, *constants.values())
+    if known not in _PREPARED:
+        _PREPARED[known] = Prepared(kernel, (grid, 1, 1), numbers, constants, {"num_warps": warps})
+    return _PREPARED[known]
 
 
 def _numbers(layout: LaneLayout) -> tuple[int, ...]:
@@ -407,7 +423,7 @@ def _numbers(layout: LaneLayout) -> tuple[int, ...]:
 
 
 def _constants(
-    layout: LaneLayout, inputs: Tensor | None, scaled: str, decoded: torch.dtype
+    layout: LaneLayout, is_multiplied: bool, scaled: str, decoded: torch.dtype
 ) -> dict[str, object]:
     """In the order of the kernel's arguments."""
     return {
@@ -420,7 +436,7 @@ def _constants(
         "SCALED": scaled,
         "EVEN": layout.count == layout.rows * layout.columns,
         "DECODED": getattr(tl, dtype_name(decoded)),
-        "MULTIPLIED": inputs is not None,
+        "MULTIPLIED": is_multiplied,
         "LANES": GROUP,
         "STEPS": STEPS,
         "UNROLL": UNROLL,

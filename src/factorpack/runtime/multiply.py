@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ def _fastest(inputs: Tensor, packed: Tensor, bits: int, scale: Tensor | None) ->
         from factorpack.runtime.multiply_triton import UNSUITED, multiply_rows  # only where there is a GPU
 
         try:
-            with torch.cuda.device_of(inputs):  # triton launches on the current device
+            with on_device(inputs):
                 return multiply_rows(inputs, packed, bits, scale)
         except UNSUITED as error:
             obstacle = f"the kernel does not suit this GPU or triton ({error})"
@@ -107,6 +108,13 @@ multiply_codes.register_autograd(_gradient, setup_context=_keep_codes)
 def on_gpu(inputs: Tensor) -> bool:
     """Whether a kernel may be used."""
     return inputs.is_cuda
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device; to change that takes longer than to look."""
+    if not tensor.is_cuda or torch.cuda.current_device() == tensor.device.index:
+        return nullcontext()
+    return torch.cuda.device_of(tensor)
 
 
 def why_no_kernel(inputs: Tensor) -> str:

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from factorpack.runtime.code_rows import as_cells, fields, row_cells
+from factorpack.runtime.launching import Prepared
 
 UNSUITED = (triton.OutOfResources, triton.CompilationError)
 """What is raised, before anything runs, where a GPU or a version of triton cannot run the kernel."""
@@ -224,58 +225,70 @@ def add_splits(  # type: ignore[no-untyped-def]
     tl.store(out + at, total.to(out.dtype.element_ty), here)
 
 
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A product's shape, and the launches that compute it: of the sums of splits, and of what adds these up."""
+
+    splits: int
+    multiply: Prepared
+    add: Prepared | None
+
+
 def multiply_rows(
     inputs: Tensor, packed: Tensor, bits: int, scale: Tensor | None, launch: Launch | None = None
 ) -> Tensor:
     """See multiply.py."""
     batch, columns = inputs.shape
-    rows, count = len(packed), row_cells(columns, bits)
+    rows, scales = len(packed), 0 if scale is None else len(scale)
     inputs, packed = inputs.contiguous(), packed.contiguous()
-    launch = launch or chosen(bits, batch, rows * columns)
-    splits = launch.splits(rows, count, batch, _processors(inputs.device))
+    product = _prepare(bits, batch, rows, columns, scales, launch, inputs.device)
+    out = torch.empty(batch, rows, dtype=inputs.dtype, device=inputs.device)
+    cells = as_cells(packed, bits)
+    if product.add is None:
+        product.multiply.launch(inputs, cells, scale, out)
+        return out
+    sums = torch.empty(product.splits, batch, rows, dtype=torch.float32, device=inputs.device)
+    product.multiply.launch(inputs, cells, scale, sums)
+    product.add.launch(sums, scale, out)
+    return out
+
+
+@functools.lru_cache(4096)
+def _prepare(
+    bits: int, batch: int, rows: int, columns: int, scales: int, launch: Launch | None, device: torch.device
+) -> _Product:
+    count, launch = row_cells(columns, bits), launch or chosen(bits, batch, rows * columns)
+    splits = launch.splits(rows, count, batch, _processors(device))
     split_cells = triton.cdiv(triton.cdiv(count, launch.step), splits) * launch.step
     splits = triton.cdiv(count, split_cells)
-    is_single = splits == 1
-    out = torch.empty(batch, rows, dtype=inputs.dtype, device=inputs.device)
-    sums = out if is_single else torch.empty(splits, batch, rows, dtype=torch.float32, device=inputs.device)
-    scale_stride = 0 if scale is None or len(scale) == 1 else 1
-    _multiply[triton.cdiv(rows, launch.rows), triton.cdiv(batch, launch.batch), splits](
-        inputs,
-        as_cells(packed, bits),
-        scale,
-        sums,
-        batch,
-        rows,
-        columns,
-        count,
-        split_cells,
-        scale_stride,
-        BITS=bits,
-        FIELDS=fields(bits),
-        ROWS=launch.rows,
-        BATCH=launch.batch,
-        CELLS=launch.cells,
-        SIDE=launch.side,
-        EVEN=count % launch.step == 0 and columns == fields(bits) * count,
-        SCALED=is_single and scale is not None,
-        PAIRED=torch.version.cuda is not None,  # NVIDIA's own instructions, which the interpreter lacks
-        num_warps=launch.warps,
-        num_stages=launch.stages,
+    scale_stride = int(scales > 1)
+    constants = {
+        "BITS": bits,
+        "FIELDS": fields(bits),
+        "ROWS": launch.rows,
+        "BATCH": launch.batch,
+        "CELLS": launch.cells,
+        "SIDE": launch.side,
+        "EVEN": count % launch.step == 0 and columns == fields(bits) * count,
+        "SCALED": splits == 1 and scales > 0,
+        "PAIRED": torch.version.cuda is not None,  # NVIDIA's own instructions, which the interpreter lacks
+    }
+    multiply = Prepared(
+        _multiply,
+        (triton.cdiv(rows, launch.rows), triton.cdiv(batch, launch.batch), splits),
+        (batch, rows, columns, count, split_cells, scale_stride),
+        constants,
+        {"num_warps": launch.warps, "num_stages": launch.stages},
     )
-    if not is_single:
-        add_splits[triton.cdiv(rows, SUMMED), batch](
-            sums,
-            scale,
-            out,
-            rows,
-            splits,
-            scale_stride,
-            SCALED=scale is not None,
-            SUMMED=SUMMED,
-            MOST=triton.next_power_of_2(splits),
-            num_warps=4,
-        )
-    return out
+    if splits == 1:
+        return _Product(splits, multiply, None)
+    added = {"SCALED": scales > 0, "SUMMED": SUMMED, "MOST": triton.next_power_of_2(splits)}
+    numbers = (rows, splits, scale_stride)
+    return _Product(
+        splits,
+        multiply,
+        Prepared(add_splits, (triton.cdiv(rows, SUMMED), batch, 1), numbers, added, {"num_warps": 4}),
+    )
 
 
 def chosen(bits: int, batch: int, codes: int) -> Launch:

@@ -31,20 +31,15 @@ class PackedLayer(nn.Module):
 class PackedLinear(PackedLayer, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         packed = self.packed
-        if self._is_vector(input) and packed.has_product:
-            outputs = packed.multiplied(input.reshape(-1).to(compute_dtype(input)))
-            outputs = outputs.view(*input.shape[:-1], self.out_features)
-            return outputs if self.bias is None else outputs + self.bias.to(outputs.dtype)
-        if not on_gpu(input) or "codes" not in packed.in_rows:
+        if packed.has_product and input.numel() == self.in_features and on_gpu(input):
+            dtype = compute_dtype(input)
+            is_differentiated = torch.is_grad_enabled() and input.requires_grad
+            if dtype.itemsize == 2 and not is_differentiated:
+                outputs = packed.multiplied(input if input.dtype is dtype else input.to(dtype))
+                return outputs if self.bias is None else outputs + self.bias.to(dtype)
+        if "codes" not in packed.in_rows or not on_gpu(input):
             return super().forward(input)
-        return self.multiplied(input.to(compute_dtype(input)), "codes", packed.part("scale").view(-1))
-
-    def _is_vector(self, input: Tensor) -> bool:
-        """Whether it is one sample that a kernel may multiply by lanes: in 16 bits, and not to be differentiated."""
-        if not on_gpu(input) or input.numel() != self.in_features:
-            return False
-        is_differentiated = torch.is_grad_enabled() and input.requires_grad
-        return compute_dtype(input).itemsize == 2 and not is_differentiated
+        return self.multiplied(input.to(compute_dtype(input)), "codes", packed.row_scale)
 
     def multiplied(self, inputs: Tensor, name: str, scale: Tensor | None) -> Tensor:
         """Inputs (..., codes per row) times rows of codes, plus the bias: (..., outputs)."""

@@ -7,6 +7,7 @@ fixed width.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,8 +36,9 @@ from factorpack.runtime.code_rows import (
     unpack_rows,
     unpack_rows_reference,
 )
-from factorpack.runtime.lane_decode import decode, multiply, uses_lanes
+from factorpack.runtime.lane_decode import decode, decoder_of, multiply, product_of, uses_lanes
 from factorpack.runtime.lanes import LaneLayout, fits_lanes, pack_lanes
+from factorpack.runtime.multiply import has_triton, on_gpu
 
 FEWEST_IN_LANES = 4096
 """Codes below which a table of frequencies is not worth it."""
@@ -71,6 +73,13 @@ class PackedWeight(nn.Module):
         for name, part in encoded.parts.items():
             self.register_buffer(name, self._stored(name, part, is_laned).to(like.device))
         self.scaled_lanes = self._scaled_lanes(encoded)
+        self.has_product = (
+            self.scaled_lanes in ("one", "column") and self.lanes["codes"].columns == self.shape[0]
+        )
+        """Whether a vector can be multiplied by lanes, without decoding the weight to memory."""
+        self._product: Callable[[Tensor], Tensor] | None = None
+        self._decoder: Callable[[], Tensor] | None = None
+        self._row_scale: Tensor | None = None
         self.codes: Tensor
         self.scale: Tensor
         self.like: Tensor
@@ -129,21 +138,19 @@ class PackedWeight(nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> PackedWeight:
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._product = self._decoder = self._row_scale = None  # their tensors may be elsewhere now
         if self.folded is not None:  # again, since a narrow type has lost what a wide one holds
             self.fold()
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which have tensors of their own."""
+        return {**self.__dict__, "_product": None, "_decoder": None, "_row_scale": None}
+
     def forward(self) -> Tensor:
         """The weight as `load_into` would give it to the model."""
         if self.scaled_lanes:
-            weight = decode(
-                self.codes,
-                self.lanes["codes"],
-                self.scale.view(self.part_dtypes["scale"]),
-                self.scaled_lanes,
-                self.like.dtype,
-                self.decoded,
-            )
+            weight = self._scaled()
             return weight.view(-1, self.shape[0]).T if self._is_by_input("codes") else weight.view(self.shape)
         # The file defines products in FP32, with mixed precision or without.
         with torch.autocast(self.like.device.type, enabled=False):
@@ -163,15 +170,38 @@ class PackedWeight(nn.Module):
             return "column" if columns == scales else ""
         return "row" if columns * scales == math.prod(self.shape) else ""
 
-    @property
-    def has_product(self) -> bool:
-        """Whether a vector can be multiplied by lanes, without decoding the weight to memory."""
-        return self.scaled_lanes in ("one", "column") and self.lanes["codes"].columns == self.shape[0]
+    def _scaled(self) -> Tensor:
+        """The weight from lanes that decode to it."""
+        if not torch.compiler.is_compiling():
+            if self._decoder is not None:
+                return self._decoder()
+            if on_gpu(self.codes) and has_triton():
+                self._decoder = decoder_of(*self._lane_arguments())
+                return self._decoder()
+        return decode(*self._lane_arguments())
+
+    def _lane_arguments(self) -> tuple[Tensor, LaneLayout, Tensor, str, torch.dtype, torch.dtype]:
+        scale = self.scale.view(self.part_dtypes["scale"])
+        return self.codes, self.lanes["codes"], scale, self.scaled_lanes, self.like.dtype, self.decoded
 
     def multiplied(self, inputs: Tensor) -> Tensor:
-        """A vector of inputs times the weight, (K,) -> (N,), with scales applied to the sums."""
-        scale = self.scale.view(self.part_dtypes["scale"]).view(-1)
-        return multiply(inputs, self.codes, self.lanes["codes"], scale)
+        """A vector of inputs times the weight, (..., K) -> (..., N), with scales applied to the sums."""
+        if self._product is not None and not torch.compiler.is_compiling():
+            return self._product(inputs)
+        codes, layout, scale = self._lane_arguments()[:3]
+        if not torch.compiler.is_compiling() and on_gpu(codes) and has_triton():
+            self._product = product_of(codes, layout, scale.view(-1))
+            return self._product(inputs)
+        return multiply(inputs, codes, layout, scale.view(-1))
+
+    @property
+    def row_scale(self) -> Tensor:
+        """The scales of codes in rows: (outputs,) or (1,)."""
+        if torch.compiler.is_compiling():
+            return self.part("scale").view(-1)
+        if self._row_scale is None:
+            self._row_scale = self.part("scale").view(-1)
+        return self._row_scale
 
     def _by_slices(self) -> Tensor:
         slices = KINDS[self.kind].cut(self.layout, self.part_shapes)

@@ -27,8 +27,13 @@ def run(
     layers: list[list[int]] | None = None,
     models: list[str] | None = None,
     ratio: float = 12.0,
+    overhead: bool = False,
 ) -> dict[str, Any]:
-    """Sizes of real models and of normal weights, or times on a GPU."""
+    """Sizes of real models and of normal weights, Python's share of a layer, or times on a GPU."""
+    if overhead:
+        from benchmarks.studies.resident.overhead import time_overhead
+
+        return {"overhead": [time_overhead(width) for width in bits]}
     if models is not None:
         sized = [size_model(name, ratio) for name in models]
         return {"models": sized, "normal": [size_normal([2048, 2048], width) for width in bits]}
@@ -259,7 +264,27 @@ def tabulate_layers() -> str:
     return format_table(head, lines)
 
 
+def tabulate_overhead() -> str:
+    document = load_result("resident", "overhead")
+    lines = [
+        [
+            str(row["bits"]),
+            *(f"{row[name]:.1f}" for name in ("coded_us", "decode_us", "packed_us", "dense_8x8_us")),
+        ]
+        for row in document["result"]["overhead"]
+    ]
+    head = [
+        "bits",
+        "entropy-coded, us",
+        "decoding alone, us",
+        "fixed width, us",
+        "dense 8 x 8 on the CPU, us",
+    ]
+    return f"{format_table(head, lines)}\n{format_source(document)}"
+
+
 TABLES = {
+    "resident-overhead": tabulate_overhead,
     "resident-sizes": tabulate_sizes,
     "resident": tabulate_decoding,
     "resident-layers": tabulate_layers,
