@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from factorpack.runtime import lanes
+from factorpack.runtime import lane_models, lanes
 from factorpack.runtime.lanes import pack_lanes
 from tests.helpers import seeded
 from tests.runtime import triton_interpreter
@@ -26,10 +26,12 @@ def whole_language(monkeypatch: pytest.MonkeyPatch) -> None:
         triton_interpreter.complete(monkeypatch)
 
 
+@pytest.mark.parametrize("large", [0, 1 << 22])
 @pytest.mark.parametrize("case", CASES)
-def test_codes_are_decoded(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_are_decoded(case: str, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from factorpack.runtime.lane_triton import decode_lanes
 
+    monkeypatch.setattr(lane_models, "LARGE", large)
     if case == "pairs":
         monkeypatch.setattr(lanes, "PAIR_MARGIN", 9.0)
     codes = CASES[case]
@@ -38,6 +40,19 @@ def test_codes_are_decoded(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         out = torch.full((layout.count,), -77, dtype=torch.int16, device=DEVICE)
         decode_lanes(packed.to(DEVICE), layout, None, "", out, torch.int16)
         assert np.array_equal(out.cpu().numpy(), codes.reshape(-1))
+
+
+@pytest.mark.parametrize("scale", [0.1, 0.5, 100.0])
+def test_tails_of_any_length(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    from factorpack.runtime.lane_triton import decode_lanes
+
+    monkeypatch.setattr(lanes, "LANE_BITS", {0: 20000})
+    codes = normal(2000, 128, scale)
+    codes[:, ::2] = 0
+    packed, layout = pack_lanes(codes, 128, free=False)
+    out = torch.full((layout.count,), -77, dtype=torch.int16, device=DEVICE)
+    decode_lanes(packed.to(DEVICE), layout, None, "", out, torch.int16)
+    assert np.array_equal(out.cpu().numpy(), codes.reshape(-1))
 
 
 @pytest.mark.parametrize("pair", [True, False])

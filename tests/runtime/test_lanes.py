@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 import factorpack as fp
 from factorpack.decoding import decode
 from factorpack.errors import WeightError
-from factorpack.runtime import lane_decode, lanes, packed_weight
+from factorpack.runtime import lane_decode, lane_models, lanes, packed_weight
 from factorpack.runtime.lane_decode import decode_lanes, decode_reference, multiply_lanes, uses_lanes
 from factorpack.runtime.lane_models import Models
 from factorpack.runtime.lanes import LaneLayout, pack_lanes
@@ -73,8 +74,12 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("large", [0, 1 << 22])
 @pytest.mark.parametrize("case", CASES)
-def test_every_way_of_coding_gives_the_codes_back(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_of_coding_gives_the_codes_back(
+    case: str, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane_models, "LARGE", large)
     if case == "pairs":  # so few codes are not worth their table
         monkeypatch.setattr(lanes, "PAIR_MARGIN", 9.0)
     codes = CASES[case]
@@ -87,6 +92,7 @@ def test_every_way_of_coding_gives_the_codes_back(case: str, monkeypatch: pytest
         "patches": layout.has_patches,
     }
     assert found.get(case, True)
+    assert layout.is_indirect == (large > 0 and not layout.is_pair and case != "the widest codes")
 
 
 @pytest.mark.parametrize("scale", [0.5, 1.0, 2.0, 4.0])
@@ -117,17 +123,40 @@ def test_codes_that_a_patch_cannot_hold_are_refused() -> None:
 
 
 def test_frequencies_of_every_model_fill_its_table() -> None:
-    from factorpack.runtime.lane_models import fit_models
-
-    models, _ = fit_models(normal(300, 90, 20.0, spread=5.0))
+    models, _ = lane_models.fit_models(normal(300, 90, 20.0, spread=5.0))
     assert isinstance(models, Models)
     assert (models.frequencies.sum(1) == 1 << models.table_bits).all()
-    entries = models.entries()
-    low = (entries & (1 << models.table_bits) - 1) + 1
-    # Each symbol's slots count up to its frequency.
-    within = entries >> models.table_bits & (1 << models.table_bits) - 1
-    assert (within < low).all()
-    assert ((within == 0).sum(1) == (models.frequencies > 0).sum(1)).all()
+    table = replace(models, is_indirect=False).table().view(np.int32).reshape(len(models.frequencies), -1)
+    mask = (1 << models.table_bits) - 1
+    # The slots of a symbol are the frequency's number of slots from its first one on.
+    first, slot = table >> models.table_bits & mask, np.arange(mask + 1)
+    assert (first <= slot).all()
+    assert (slot <= first + (table & mask)).all()
+    assert ((first == slot).sum(1) == (models.frequencies > 0).sum(1)).all()
+
+
+@pytest.mark.parametrize("spread", [2.0, 5.0])
+def test_a_slot_may_have_the_number_of_its_entry(spread: float) -> None:
+    models, _ = lane_models.fit_models(normal(900, 90, 30.0, spread=spread))
+    assert (models.stride == 0) == (np.count_nonzero(models.frequencies) <= 256)
+    direct = replace(models, is_indirect=False).table().view(np.int32).reshape(len(models.frequencies), -1)
+    indirect, count = replace(models, is_indirect=True).table(), direct.size
+    numbers = indirect[:count].astype(np.int64).reshape(direct.shape)
+    numbers += models.stride * np.arange(len(direct))[:, None]
+    assert np.array_equal(indirect[count:].view(np.int32)[numbers], direct)
+
+
+def test_tails_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some lanes with nearly no words, beside some with hundreds."""
+    found = set()
+    for scale in (0.1, 0.5, 100.0):
+        codes = normal(2000, 128, scale)
+        codes[:, ::2] = 0
+        monkeypatch.setattr(lanes, "LANE_BITS", {0: 20000})
+        packed, layout = pack_lanes(codes, 128, free=False)
+        found.add(layout.tail_bits)
+        assert np.array_equal(decode_reference(packed, layout, torch.int16).numpy(), codes.reshape(-1))
+    assert found == {0, 4, 8}
 
 
 @pytest.mark.parametrize("scaled", ["one", "row", "column"])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from factorpack.quantize.uniform import from_codes
 from factorpack.runtime.lane_models import PAIR_BITS, STATE_BITS, WORD_BITS
-from factorpack.runtime.lanes import GROUP, SHORT_TAIL, TAIL_AT, LaneLayout
+from factorpack.runtime.lanes import GROUP, TAIL_AT, TAILS, LaneLayout
 from factorpack.runtime.multiply import has_triton, on_device, on_gpu, warn_once
 
 
@@ -25,9 +25,12 @@ class _Reader:
         headers = sections[: 4 * count].view(torch.int32).long().view(shape)
         groups = _integers(packed, layout.groups_at, 4 * layout.segments * layout.groups)
         self.state = headers & ((1 << STATE_BITS + WORD_BITS) - 1)
-        tails = headers >> TAIL_AT & SHORT_TAIL
-        if layout.has_long_tails:
-            tails = tails | sections[4 * count : 5 * count].long().view(shape) << 4
+        tails = headers >> TAIL_AT & TAILS[0]
+        if layout.tail_bits:
+            longer = sections[4 * count : 5 * count]
+            tails = (
+                tails | (_halves(longer, count) if layout.tail_bits == 4 else longer.long()).view(shape) << 4
+            )
         lane = torch.arange(layout.lanes, device=packed.device)
         group, within = lane // GROUP, lane % GROUP
         first, levels, _, _ = groups.view(layout.segments, layout.groups, 4)[:, group].unbind(2)
@@ -49,20 +52,21 @@ class _Reader:
 
 def decode_reference(packed: Tensor, layout: LaneLayout, dtype: torch.dtype) -> Tensor:
     """The inverse of `pack_lanes`, in plain torch: (count,)."""
-    table = _integers(packed, layout.table_at, layout.models << layout.table_bits)
+    table = _table(packed, layout)
     bits, raw, rows = layout.table_bits, layout.raw_bits, layout.rows
     mask, reader = (1 << bits) - 1, _Reader(packed, layout)
     codes = torch.empty(rows, layout.columns, dtype=dtype, device=packed.device)
     model = packed.new_zeros(rows, 1, dtype=torch.int64)
     if layout.models > 1:
-        classes = packed[layout.classes_at :].long()
+        classes = _halves(packed[layout.classes_at :], rows + layout.columns)
         model = classes[:rows, None] + classes[rows : rows + layout.columns]
     for step in range(min(layout.segment, rows)):
         own = codes[step :: layout.segment]
         state = reader.state[: len(own)]
         low = state & ((1 << raw) - 1)
-        entry = table[(model[step :: layout.segment] << bits) + (state >> raw & mask)]
-        state.copy_(((entry & mask) + 1) * (state >> raw + bits) + (entry >> bits & mask))
+        slot = state >> raw & mask
+        entry = table[(model[step :: layout.segment] << bits) + slot]
+        state.copy_(((entry & mask) + 1) * (state >> raw + bits) + slot - (entry >> bits & mask))
         wanted = state < 1 << STATE_BITS
         word = reader.take(len(own), wanted) & 0xFFFF
         state.copy_(torch.where(wanted, state << WORD_BITS | word, state))
@@ -71,6 +75,23 @@ def decode_reference(packed: Tensor, layout: LaneLayout, dtype: torch.dtype) -> 
     if layout.has_patches:
         _patch(codes, packed, layout)
     return codes.view(-1)[: layout.count]
+
+
+def _table(packed: Tensor, layout: LaneLayout) -> Tensor:
+    """The entry of every slot of every model."""
+    count = layout.models << layout.table_bits
+    if not layout.is_indirect:
+        return _integers(packed, layout.table_at, count)
+    slots = packed[layout.table_at : layout.table_at + count].long()
+    model = torch.arange(layout.models, device=packed.device).repeat_interleave(1 << layout.table_bits)
+    number = model * layout.stride + slots
+    return _integers(packed, layout.table_at + count, int(number.max()) + 1)[number]
+
+
+def _halves(packed: Tensor, count: int) -> Tensor:
+    """Numbers of four bits, two in each byte."""
+    found = packed[: -(-count // 2)].long()
+    return torch.stack([found & 15, found >> 4], 1).view(-1)[:count]
 
 
 def _unpaired(symbols: Tensor) -> Tensor:

@@ -5,9 +5,12 @@ frequencies. There are fewer classes than in a file, since each one's table take
 
 A symbol is a code without its lowest `raw_bits`, which are nearly uniform where codes are wide; or it is a
 pair of codes. A table has 2^table_bits slots, and each symbol has as many of them as its frequency. The entry of
-a slot is an integer of 32 bits: the frequency minus one in the lowest `table_bits`, above it the slot's number
-among those of its symbol, above that the symbol, signed. A code so rare that it has no slot is coded as zero, and
-patched afterwards.
+a symbol is an integer of 32 bits: the frequency minus one in the lowest `table_bits`, above it the symbol's first
+slot, above that the symbol, signed. A code so rare that it has no slot is coded as zero, and patched afterwards.
+
+Every slot of a large matrix has its symbol's entry. In a small one these would take more than a percent of all
+bytes: there a slot has one byte, the number of its symbol, and each symbol has one entry. That is one load more.
+Symbols are numbered through all models where these have 256 together; otherwise in each, from the lowest of all.
 """
 
 from __future__ import annotations
@@ -25,6 +28,10 @@ TABLE_BITS, RAW_BITS, MOST_MODELS = (6, 7, 8, 9, 10, 11), (0, 1, 2, 3), (1, 2, 4
 """What is tried. At most STATE_BITS bits of the state may be read at a time."""
 PAIR_TABLE_BITS, PAIR_BITS = 11, 5
 """For symbols that are pairs: bits of the table, and of each code."""
+LARGE = 1 << 22
+"""Codes of a matrix whose table has an entry for every slot."""
+MOST_NUMBERS = 256
+"""Symbols that a byte tells apart."""
 LIMIT = 1 << 11
 """Codes from -2048 to 2047 can be in lanes."""
 PATCH_BITS = 32
@@ -50,14 +57,29 @@ class Models:
     """The first symbol of the table."""
     frequencies: Counts
 
-    def entries(self) -> NDArray[np.int32]:
-        """What the decoder looks up: (models, 2^table_bits)."""
+    is_indirect: bool
+    """Whether a slot has the number of its symbol, and not its entry."""
+
+    @property
+    def stride(self) -> int:
+        """Entries between those of one model and the next; 0 where symbols are numbered through."""
+        return 0 if np.count_nonzero(self.frequencies) <= MOST_NUMBERS else self.frequencies.shape[1]
+
+    def table(self) -> NDArray[np.uint8]:
+        """What the decoder looks up: entries by slot, or symbols by slot and then entries by symbol."""
         models, symbols = self.frequencies.shape
+        start = np.cumsum(self.frequencies, 1) - self.frequencies
+        symbol = self.low + np.arange(symbols)
+        frequency = np.maximum(self.frequencies, 1) - 1
+        entries = (symbol << 2 * self.table_bits | start << self.table_bits | frequency).astype(np.int32)
         each = self.frequencies.ravel()
-        symbol = np.repeat(np.tile(self.low + np.arange(symbols), models), each)
-        within = np.arange(len(symbol)) - np.repeat(np.cumsum(each) - each, each)
-        entries = symbol << 2 * self.table_bits | within << self.table_bits | np.repeat(each, each) - 1
-        return entries.astype(np.int32).reshape(models, -1)
+        if not self.is_indirect:
+            return np.repeat(entries.ravel(), each).view(np.uint8)
+        numbers = np.tile(np.arange(symbols), models)
+        if self.stride == 0:
+            numbers, entries = np.cumsum(each > 0) - 1, entries[self.frequencies > 0]
+        slots = np.repeat(numbers.astype(np.uint8), each)
+        return np.concatenate([slots, entries.ravel().view(np.uint8)])
 
     def joint(self, symbols: Codes) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """The place in `frequencies` of every symbol of (r, n), and which of them must be patched."""
@@ -79,21 +101,33 @@ def fit_models(codes: Codes) -> tuple[Models, float]:
     taken = codes[::step]
     scale = codes.size / taken.size
     best: tuple[float, int, int, tuple[Classes, Classes]] | None = None
+    is_indirect = codes.size < LARGE
     for rows, columns in _classings(codes, step):
         low, counts = _counts(taken, rows[::step], columns)
-        side = len(rows) + len(columns) if len(counts) > 1 else 0
+        side = (len(rows) + len(columns)) / 2 if len(counts) > 1 else 0
         for table_bits, raw_bits in product(TABLE_BITS, RAW_BITS):
             if table_bits + raw_bits > STATE_BITS:
                 continue
-            message = _message_bits(*_merged(low, counts, raw_bits), table_bits)
-            message = scale * (message + raw_bits * taken.size) / 8
-            total = message + (4 * len(counts) << table_bits) + side
+            merged = _merged(low, counts, raw_bits)
+            message = scale * (_message_bits(*merged, table_bits) + raw_bits * taken.size) / 8
+            total = message + _table_bytes(*merged, table_bits, is_indirect) + side
             if best is None or total < best[0]:
                 best = total, table_bits, raw_bits, (rows, columns)
     assert best is not None
     total, table_bits, raw_bits, (rows, columns) = best
     low, counts = _merged(*_counts(codes, rows, columns), raw_bits)
-    return Models(table_bits, raw_bits, rows, columns, *_frequencies(low, counts, table_bits)), total
+    low, frequencies = _frequencies(low, counts, table_bits)
+    is_indirect = is_indirect and frequencies.shape[1] <= MOST_NUMBERS
+    return Models(table_bits, raw_bits, rows, columns, low, frequencies, is_indirect), total
+
+
+def _table_bytes(low: int, counts: Counts, table_bits: int, is_indirect: bool) -> int:
+    """About what `Models.table` takes."""
+    if not is_indirect:
+        return 4 * len(counts) << table_bits
+    used = np.count_nonzero(_patched(low, counts, table_bits)[0])
+    entries = used if used <= MOST_NUMBERS else counts.size
+    return (len(counts) << table_bits) + 4 * int(entries)
 
 
 def fit_pairs(symbols: Codes, most: float) -> Models | None:
@@ -103,7 +137,7 @@ def fit_pairs(symbols: Codes, most: float) -> Models | None:
     total = _message_bits(low, counts, PAIR_TABLE_BITS) / 8 + (4 << PAIR_TABLE_BITS)
     if total > most:
         return None
-    return Models(PAIR_TABLE_BITS, 0, rows, columns, *_frequencies(low, counts, PAIR_TABLE_BITS))
+    return Models(PAIR_TABLE_BITS, 0, rows, columns, *_frequencies(low, counts, PAIR_TABLE_BITS), False)
 
 
 def _classings(codes: Codes, step: int) -> Iterator[tuple[Classes, Classes]]:

@@ -47,17 +47,26 @@ def _next_codes(  # type: ignore[no-untyped-def]
     table,
     stride,
     tail,
+    entries,
+    own,
     N: tl.constexpr,
     RAW: tl.constexpr,
     PAIR: tl.constexpr,
+    INDIRECT: tl.constexpr,
+    STRIDE: tl.constexpr,
     TAILS: tl.constexpr,
 ):
-    """The next code of every lane, or the next two, and how it goes on."""
+    """The next code of every lane, or the next two, and how it goes on; `own` is the number of its model."""
     MASK: tl.constexpr = (1 << N) - 1
     WIDTH: tl.constexpr = 5
-    entry = tl.load(table + ((state >> RAW) & MASK))
+    slot = (state >> RAW) & MASK
+    if INDIRECT:
+        symbol = tl.load(table + ((own << N) + slot)).to(tl.int32)
+        entry = tl.load(entries + (own * STRIDE + symbol))
+    else:
+        entry = tl.load(entries + ((own << N) + slot))
     low = state & ((1 << RAW) - 1)
-    state = ((entry & MASK) + 1) * (state >> (RAW + N)) + ((entry >> N) & MASK)
+    state = ((entry & MASK) + 1) * (state >> (RAW + N)) + (slot - ((entry >> N) & MASK))
     wanted = state < 4096
     state = tl.where(wanted, (state << 16) | word, state)
     word, place, left = _next_word(wanted, word, place, left, words, stride, tail, TAILS)
@@ -85,6 +94,7 @@ def _rows(  # type: ignore[no-untyped-def]
     table,
     stride,
     tail,
+    entries,
     classes,
     of_lane,
     inputs,
@@ -99,6 +109,8 @@ def _rows(  # type: ignore[no-untyped-def]
     RAW: tl.constexpr,
     CLASSED: tl.constexpr,
     PAIR: tl.constexpr,
+    INDIRECT: tl.constexpr,
+    STRIDE: tl.constexpr,
     SCALED: tl.constexpr,
     EVEN: tl.constexpr,
     DECODED: tl.constexpr,
@@ -110,11 +122,26 @@ def _rows(  # type: ignore[no-untyped-def]
     number = tl.zeros([1], tl.int64) + start
     number = number * columns + column
     for at in tl.range(start, stop, loop_unroll_factor=UNROLL):
-        own = table
+        own = of_lane
         if CLASSED:
-            own = table + (of_lane + (tl.load(classes + at).to(tl.int32) << N))
+            own = of_lane + ((tl.load(classes + (at >> 1)).to(tl.int32) >> ((at & 1) * 4)) & 15)
         first, second, state, word, place, left = _next_codes(
-            state, word, place, left, words, own, stride, tail, N, RAW, PAIR, TAILS
+            state,
+            word,
+            place,
+            left,
+            words,
+            table,
+            stride,
+            tail,
+            entries,
+            own,
+            N,
+            RAW,
+            PAIR,
+            INDIRECT,
+            STRIDE,
+            TAILS,
         )
         if MULTIPLIED:
             value = tl.load(inputs + at).to(tl.float32)
@@ -151,12 +178,15 @@ def _decode(  # type: ignore[no-untyped-def]
     classes_at,
     rows,
     longer_at,
+    entries_at,
     N: tl.constexpr,
     RAW: tl.constexpr,
     CLASSED: tl.constexpr,
     PATCHED: tl.constexpr,
     LONG: tl.constexpr,
     PAIR: tl.constexpr,
+    INDIRECT: tl.constexpr,
+    STRIDE: tl.constexpr,
     SCALED: tl.constexpr,
     EVEN: tl.constexpr,
     DECODED: tl.constexpr,
@@ -179,17 +209,24 @@ def _decode(  # type: ignore[no-untyped-def]
     state = (header & 0xFFFFFFF).to(tl.int32)
     tails = (header >> 28).to(tl.int32)
     if LONG:
-        tails += tl.load(packed + longer_at + part * lanes + lane, inside, 0).to(tl.int32) << 4
+        at = part * lanes + lane
+        if LONG == 4:
+            more = tl.load(packed + longer_at + (at >> 1), inside, 0).to(tl.int32)
+            tails += ((more >> ((at & 1) * 4)) & 15) << 4
+        else:
+            tails += tl.load(packed + longer_at + at, inside, 0).to(tl.int32) << 4
     stride = min(lanes - group * LANES, LANES)
     tail = begin + levels * stride + tl.cumsum(tails, 0) - tails
     place = tl.where(levels > 0, begin + within, tail)
     place = tl.where(inside, place, begin)
     word = tl.load(words + place).to(tl.int32)
-    table = (packed + table_at).to(tl.pointer_type(tl.int32), bitcast=True)
+    table = packed + table_at
+    entries = (packed + entries_at).to(tl.pointer_type(tl.int32), bitcast=True)
     classes = packed + classes_at
-    of_lane = lane
+    of_lane = tl.zeros([LANES], tl.int32)
     if CLASSED:
-        of_lane = tl.load(classes + rows + lane, inside, 0).to(tl.int32) << N
+        at = rows + lane
+        of_lane = (tl.load(classes + (at >> 1), inside, 0).to(tl.int32) >> ((at & 1) * 4)) & 15
     column, kept = lane, inside
     if PAIR:
         column = (lane * 2)[:, None] + tl.arange(0, 2)[None, :]
@@ -228,6 +265,7 @@ def _decode(  # type: ignore[no-untyped-def]
             table,
             stride,
             tail,
+            entries,
             classes,
             of_lane,
             inputs,
@@ -242,6 +280,8 @@ def _decode(  # type: ignore[no-untyped-def]
             RAW,
             CLASSED,
             PAIR,
+            INDIRECT,
+            STRIDE,
             SCALED,
             EVEN,
             DECODED,
@@ -263,6 +303,7 @@ def _decode(  # type: ignore[no-untyped-def]
         table,
         stride,
         tail,
+        entries,
         classes,
         of_lane,
         inputs,
@@ -277,6 +318,8 @@ def _decode(  # type: ignore[no-untyped-def]
         RAW,
         CLASSED,
         PAIR,
+        INDIRECT,
+        STRIDE,
         SCALED,
         EVEN,
         DECODED,
@@ -419,6 +462,7 @@ def _numbers(layout: LaneLayout) -> tuple[int, ...]:
         layout.classes_at,
         layout.rows,
         layout.headers_at + 4 * layout.segments * layout.lanes,
+        layout.table_at + (layout.models << layout.table_bits if layout.is_indirect else 0),
     )
 
 
@@ -431,8 +475,10 @@ def _constants(
         "RAW": layout.raw_bits,
         "CLASSED": layout.models > 1,
         "PATCHED": layout.has_patches,
-        "LONG": layout.has_long_tails,
+        "LONG": layout.tail_bits,
         "PAIR": layout.is_pair,
+        "INDIRECT": layout.is_indirect,
+        "STRIDE": layout.stride,
         "SCALED": scaled,
         "EVEN": layout.count == layout.rows * layout.columns,
         "DECODED": getattr(tl, dtype_name(decoded)),

@@ -35,7 +35,7 @@ from factorpack.runtime.lane_models import (
 
 GROUP = 128
 """Lanes of a group, except the last of a row of groups."""
-LANE_BITS = {0: 3200, 1 << 20: 1600, 1 << 25: 3200}
+LANE_BITS = {0: 3200, 1 << 22: 1600, 1 << 25: 3200}
 """By least number of codes: bits of a lane, about. Short lanes make many, to be decoded at a time; but each takes
 24 bits more than its codes. Small matrices are decoded fast enough anyway, and large ones have enough lanes."""
 LONGEST_SEGMENT = 4096
@@ -46,8 +46,8 @@ LANE_BYTES = 3.2
 """What a lane takes beyond its codes, about."""
 PAIR_MARGIN = 1.01
 """Pairs are decoded twice as fast, so they may take a little more."""
-SHORT_TAIL, LONGEST_TAIL = 15, 4095
-"""Words of a tail that a header can count, and that it can with another byte."""
+TAILS = {0: 15, 4: 255, 8: 4095}
+"""Words of a tail that a header can count, with as many bits more."""
 TAIL_AT = STATE_BITS + WORD_BITS
 _LANES_AT_A_TIME = 1 << 14
 """Lanes that are encoded at a time, so that their states stay in a core's cache."""
@@ -65,19 +65,23 @@ class LaneLayout:
     raw_bits: int
     models: int
     has_patches: bool
-    has_long_tails: bool
+    tail_bits: int
     is_pair: bool
     """Whether a symbol is two neighbouring codes of a row, so that a lane has two columns."""
+    is_indirect: bool
+    """Whether every slot has the number of a symbol, in a byte, and the symbols' entries follow."""
+    stride: int
+    """Then: entries between those of one model and the next, 0 where symbols are numbered through."""
     headers_at: int
     """Bytes before the lanes' headers, 32 bits each: the first state, and above it the words of the tail.
-    Longer tails have a byte more per lane, after all headers: their words divided by 16."""
+    Longer tails have `tail_bits` more per lane, after all headers: their words divided by 16."""
     groups_at: int
     """Bytes before four 32-bit integers per group: its first word, its levels, its steps without a tail, and the
     number of patches before its own; and once more the last one, for all patches."""
     table_at: int
     patches_at: int
     classes_at: int
-    """Bytes before the classes of rows and columns, one byte each. With one model there are none."""
+    """Bytes before the classes of rows and columns, four bits each. With one model there are none."""
 
     @property
     def rows(self) -> int:
@@ -153,8 +157,9 @@ def _entropy(codes: Codes) -> float:
 class _Encoded:
     words: NDArray[np.uint16]
     headers: NDArray[np.uint32]
+    tail_bits: int
     longer: NDArray[np.uint8]
-    """A byte more of each lane's tail length; none where no tail needs it."""
+    """As many bits more of each lane's tail length."""
     groups: NDArray[np.int32]
     patches: NDArray[np.int32]
 
@@ -163,15 +168,14 @@ def _joined(
     count: int, columns: int, segment: int, is_pair: bool, models: Models, encoded: _Encoded
 ) -> tuple[Tensor, LaneLayout]:
     """All arrays in one, each beginning at a multiple of 16 bytes."""
+    nothing = np.empty(0, np.uint8)
     sections = [
         encoded.words,
         np.concatenate([encoded.headers.view(np.uint8), encoded.longer]),
         encoded.groups,
-        models.entries().reshape(-1),
+        models.table(),
         encoded.patches,
-        np.concatenate(
-            [models.rows, models.columns] if len(models.frequencies) > 1 else [encoded.longer[:0]]
-        ),
+        _by_halves(np.concatenate([models.rows, models.columns]) if len(models.frequencies) > 1 else nothing),
     ]
     starts = np.cumsum([0, *(-(-each.nbytes // 16) * 16 for each in sections)]).tolist()
     packed = np.zeros(starts[-1], np.uint8)
@@ -185,11 +189,19 @@ def _joined(
         models.raw_bits,
         len(models.frequencies),
         len(encoded.patches) > 0,
-        len(encoded.longer) > 0,
+        encoded.tail_bits,
         is_pair,
+        models.is_indirect,
+        models.stride,
         *starts[1:6],
     )
     return torch.from_numpy(packed), layout
+
+
+def _by_halves(numbers: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Two numbers of four bits in each byte, the first in the lower half."""
+    even = np.append(numbers, np.zeros(len(numbers) % 2, np.uint8)).reshape(-1, 2)
+    return (even[:, 0] | even[:, 1] << 4).astype(np.uint8)
 
 
 def _pairs(codes: Codes) -> Codes:
@@ -219,7 +231,7 @@ def _encode(symbols: Codes, codes: Codes, models: Models, segment: int, is_pair:
     groups = np.empty((segments, across, 4), np.int32)
     words: list[NDArray[np.uint16]] = []
     is_rare = np.empty(symbols.shape, np.bool_)
-    first, longest = 0, 0
+    first, tail_bits = 0, -1
     for left in range(0, columns, width):
         own = slice(left, left + width)
         part = replace(models, columns=models.columns[own])
@@ -227,12 +239,13 @@ def _encode(symbols: Codes, codes: Codes, models: Models, segment: int, is_pair:
         raw = np.where(is_rare[:, own], 0, codes[:, own]) if models.raw_bits else None
         stream = _encode_lanes(joint, raw, part, segment)
         each = min(width, columns - left)
-        longest = longest or _longest_tail(stream.counts.reshape(segments, each))
+        if tail_bits < 0:
+            tail_bits = _tail_bits(stream.counts.reshape(segments, each))
         states[:, own] = stream.states.reshape(segments, each)
         for row, lane in product(range(segments), range(0, each, GROUP)):
             end = min(lane + GROUP, each)
             laid, tails[row, left + lane : left + end], *numbers = _lay_out(
-                stream, slice(row * each + lane, row * each + end), longest
+                stream, slice(row * each + lane, row * each + end), TAILS[tail_bits]
             )
             groups[row, (left + lane) // GROUP, :3] = first, *numbers
             words.append(laid)
@@ -240,13 +253,14 @@ def _encode(symbols: Codes, codes: Codes, models: Models, segment: int, is_pair:
     words.append(np.zeros(GROUP + 1, np.uint16))  # a lane loads one word ahead
     patches, counts = _patches(codes, is_rare.repeat(2, 1) if is_pair else is_rare, segment, 1 + is_pair)
     groups[:, :, 3] = (np.cumsum(counts) - counts).reshape(segments, across)
-    headers = (states | (tails & SHORT_TAIL) << TAIL_AT).reshape(-1)
+    headers = (states | (tails & TAILS[0]) << TAIL_AT).reshape(-1)
     longer = (tails >> 4).astype(np.uint8).reshape(-1)
     end = np.array([0, 0, 0, len(patches)], np.int32)
     return _Encoded(
         np.concatenate(words),
         headers,
-        longer if longer.any() else longer[:0],
+        tail_bits,
+        {0: longer[:0], 4: _by_halves(longer), 8: longer}[tail_bits],
         np.append(groups.reshape(-1), end),
         patches,
     )
@@ -303,13 +317,15 @@ def _write(stream: _Stream, lanes: NDArray[np.intp], words: NDArray[np.int64], s
     stream.counts[lanes] += 1
 
 
-def _longest_tail(counts: NDArray[np.int64]) -> int:
-    """The words that a tail may have: another byte for each lane, or shorter lanes padded, what is less."""
-    padding = 0
-    for left in range(0, counts.shape[1], GROUP):
-        own = counts[:, left : left + GROUP]
-        padding += int(np.maximum(own.max(1, keepdims=True) - SHORT_TAIL - own, 0).sum())
-    return SHORT_TAIL if WORD_BITS // 8 * padding <= counts.size else LONGEST_TAIL
+def _tail_bits(counts: NDArray[np.int64]) -> int:
+    """Bits more for each lane with which lanes take least: too short tails are padded to."""
+    most = [counts[:, left : left + GROUP].max(1, keepdims=True) for left in range(0, counts.shape[1], GROUP)]
+    missing = np.repeat(np.concatenate(most, 1), GROUP, 1)[:, : counts.shape[1]] - counts
+
+    def taken(bits: int) -> int:
+        return bits * counts.size + WORD_BITS * int(np.maximum(missing - TAILS[bits], 0).sum())
+
+    return min(TAILS, key=taken)
 
 
 def _lay_out(

@@ -40,7 +40,7 @@ from factorpack.runtime.lane_decode import decode, decoder_of, multiply, product
 from factorpack.runtime.lanes import LaneLayout, fits_lanes, pack_lanes
 from factorpack.runtime.multiply import has_triton, on_gpu
 
-FEWEST_IN_LANES = 4096
+FEWEST_IN_LANES = 1024
 """Codes below which a table of frequencies is not worth it."""
 ROWS_MARGIN = 1.25
 """What rows of fixed width may take beside lanes: a kernel multiplies by them several times as fast."""
