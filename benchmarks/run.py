@@ -40,6 +40,7 @@ STUDIES = {
     "runtime": "benchmarks.studies.runtime",
     "kernels": "benchmarks.studies.kernels",
     "resident": "benchmarks.studies.resident",
+    "generate": "benchmarks.studies.generate",
     "overhead": "benchmarks.studies.overhead",
     "sentences": "benchmarks.studies.sentences",
     "scale": "benchmarks.studies.scale",

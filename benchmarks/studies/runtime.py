@@ -65,7 +65,14 @@ def run(
                 asdict(row)
                 for batch, count in zip(inputs, rounds, strict=True)
                 for row in measure_modes(
-                    file, lambda: pretrained(model), [batch], MODES, slack, count, twin=True, clock=clock
+                    file,
+                    lambda: pretrained(model),
+                    [batch],
+                    MODES,
+                    slack,
+                    rounds=count,
+                    twin=True,
+                    clock=clock,
                 )
             ],
             "rebuild_peak_bytes": _rebuild_peak(fp.load(file), pretrained(model)),

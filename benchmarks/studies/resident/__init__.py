@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.formatting import format_source, format_table, is_stored, load_result
+from benchmarks.studies.resident.on_cpu import measure_cpu, tabulate_cpu
 
 NOT_RUN = "Not stored yet: `python -m benchmarks.run benchmarks/experiments/resident/h200.toml` on a GPU.\n"
 FILED = 1 << 24
@@ -22,14 +23,18 @@ FILED = 1 << 24
 
 
 def run(
-    bits: list[int],
+    bits: list[int] | None = None,
     shapes: list[list[int]] | None = None,
     layers: list[list[int]] | None = None,
     models: list[str] | None = None,
     ratio: float = 12.0,
     overhead: bool = False,
+    cpu_rounds: int = 0,
 ) -> dict[str, Any]:
-    """Sizes of real models and of normal weights, Python's share of a layer, or times on a GPU."""
+    """Sizes of real models and of normal weights, Python's share of a layer, nets on a CPU, or times on a GPU."""
+    if cpu_rounds:
+        return measure_cpu(models or [], ratio, cpu_rounds)
+    bits = bits or []
     if overhead:
         from benchmarks.studies.resident.overhead import time_overhead
 
@@ -284,6 +289,7 @@ def tabulate_overhead() -> str:
 
 
 TABLES = {
+    "resident-cpu": tabulate_cpu,
     "resident-overhead": tabulate_overhead,
     "resident-sizes": tabulate_sizes,
     "resident": tabulate_decoding,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
 from factorpack.errors import PlanError
@@ -108,16 +111,18 @@ def apply(model: nn.Module, tensors: TensorSource, aliases: Mapping[str, str], r
     }
     forms = _forms(model, tensors, held, request, filler)
     streamed = [name for name, form in forms.items() if form == "coded" and filler.like(name).is_cpu]
-    decoded = iter(tensors.decoded([name for name in names if name not in set(streamed)]))
+    decoded = tensors.decoded([name for name in names if name not in set(streamed)])
     makers = _Makers(tensors, filler, request)
+    packed = makers.ahead(decoded, {target: forms[target] for target, layers in held.items() if layers})
     candidates: list[Candidate] = []
     for target in names:
         layers = held.get(target, {})
         if target in streamed:
             candidates += makers.streamed(target, layers)
             continue
-        _, encoded = next(decoded)
-        candidates += makers.packed(target, layers, encoded, forms.get(target, ""))
+        encoded, weight = next(packed)
+        if weight is not None:
+            candidates += makers.packed(target, layers, encoded, weight, forms[target])
         plain = (
             names[target]
             if request.mode == "auto"
@@ -195,13 +200,28 @@ class _Makers:
         for name, layer in _unique(layers).items():
             yield Candidate(name, layer, {"coded": (PACKED[type(layer)], shared)}, "")
 
+    def ahead(
+        self, decoded: Iterable[tuple[str, Encoded]], forms: Mapping[str, str]
+    ) -> Iterator[tuple[Encoded, PackedWeight | None]]:
+        """Every tensor with its packed weight, where it has a form: packed by threads, some in advance."""
+        threads = torch.get_num_threads()
+        waiting: deque[tuple[Encoded, Future[PackedWeight] | None]] = deque()
+        with ThreadPoolExecutor(threads) as pool:
+            for target, encoded in decoded:
+                made = None
+                if target in forms:
+                    made = pool.submit(PackedWeight, encoded, self.filler.like(target), forms[target])
+                waiting.append((encoded, made))
+                if len(waiting) > threads:
+                    yield _done(*waiting.popleft())
+            while waiting:
+                yield _done(*waiting.popleft())
+
     def packed(
-        self, target: str, layers: Mapping[str, nn.Module], encoded: Encoded, form: str
+        self, target: str, layers: Mapping[str, nn.Module], encoded: Encoded, weight: PackedWeight, form: str
     ) -> Iterator[Candidate]:
-        if not layers:
-            return
         mode, like = self.request.mode, self.filler.like(target)
-        shared: dict[str, HeldWeight] = {form or "packed": PackedWeight(encoded, like, form)}
+        shared: dict[str, HeldWeight] = {form or "packed": weight}
         if mode == "auto" and self.request.max_memory is not None:
             shared["coded"] = (
                 CodedWeight(*self.tensors.stream(target), like)
@@ -216,6 +236,10 @@ class _Makers:
             if mode in ("factored", "auto") and not note:
                 ways["factored"] = FACTORED[type(layer)], shared["packed"]
             yield Candidate(name, layer, ways, note)
+
+
+def _done(encoded: Encoded, made: Future[PackedWeight] | None) -> tuple[Encoded, PackedWeight | None]:
+    return encoded, None if made is None else made.result()
 
 
 def _unique(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

@@ -37,8 +37,8 @@ LIMIT = 1 << 11
 PATCH_BITS = 32
 _PATCH_SHARE = 0.06
 """A symbol that would have fewer slots than this is cheaper as a patch."""
-_SAMPLE = 1 << 20
-"""Entries from which models are chosen."""
+_SAMPLE, _SAMPLE_OF_LARGE = 1 << 20, 1 << 18
+"""Entries from which models are chosen. Those of a large matrix differ less, and take longer."""
 
 Codes = NDArray[np.integer]
 Classes = NDArray[np.uint8]
@@ -97,11 +97,11 @@ class Models:
 
 def fit_models(codes: Codes) -> tuple[Models, float]:
     """The models with which a matrix (r, n) of at least one code takes fewest bytes, and these, estimated."""
-    step = min(max(1, codes.size // _SAMPLE), len(codes))
+    is_indirect = codes.size < LARGE
+    step = min(max(1, codes.size // (_SAMPLE if is_indirect else _SAMPLE_OF_LARGE)), len(codes))
     taken = codes[::step]
     scale = codes.size / taken.size
     best: tuple[float, int, int, tuple[Classes, Classes]] | None = None
-    is_indirect = codes.size < LARGE
     for rows, columns in _classings(codes, step):
         low, counts = _counts(taken, rows[::step], columns)
         side = (len(rows) + len(columns)) / 2 if len(counts) > 1 else 0
