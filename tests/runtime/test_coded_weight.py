@@ -121,6 +121,14 @@ def test_what_is_in_memory_is_encoded_for_it() -> None:
     assert f"{held.row.stored_bytes} bytes" in repr(held)
 
 
+def test_a_stream_that_cannot_be_read_is_named_where_its_layer_runs() -> None:
+    packed = compress(nn.Sequential(nn.Linear(64, 64)), fp.Scalar(4))
+    model = packed.apply(nn.Sequential(nn.Linear(64, 64)), "coded").model
+    model[0].packed.stream.fill_(255)  # type: ignore[index,union-attr,operator]
+    with pytest.raises(fp.FormatError, match=r"tensor '0\.weight': part"):
+        model(seeded(1, 64))
+
+
 def test_copies_pickles_and_state_dicts(file: Path) -> None:
     model = Net()
     fp.load(file).apply(model, "coded")

@@ -55,13 +55,16 @@ def test_tails_of_any_length(scale: float, monkeypatch: pytest.MonkeyPatch) -> N
     assert np.array_equal(out.cpu().numpy(), codes.reshape(-1))
 
 
+@pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("pair", [True, False])
 @pytest.mark.parametrize("scaled", ["one", "row", "column"])
 def test_weights_are_those_of_float32_products(
-    scaled: str, pair: bool, monkeypatch: pytest.MonkeyPatch
+    scaled: str, pair: bool, adds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from factorpack.runtime import lane_triton
     from factorpack.runtime.lane_triton import decode_lanes
 
+    monkeypatch.setattr(lane_triton, "CHOSEN", lane_triton.Variant(adds=adds))
     monkeypatch.setattr(lanes, "PAIR_MARGIN", 9.0 if pair else 0.0)
     codes = normal(90, 300, 1.0).astype(np.int8)
     codes[5, 7], codes[89, 299] = 100, -90
@@ -75,11 +78,14 @@ def test_weights_are_those_of_float32_products(
         assert torch.equal(out.cpu().view(90, 300), expected.to(dtype))
 
 
+@pytest.mark.parametrize("adds", [True, False])
 @pytest.mark.parametrize("pair", [True, False])
 @pytest.mark.parametrize("scales", [1, 300])
-def test_a_vector_is_multiplied(scales: int, pair: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vector_is_multiplied(scales: int, pair: bool, adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from factorpack.runtime import lane_triton
     from factorpack.runtime.lane_triton import multiply_lanes
 
+    monkeypatch.setattr(lane_triton, "CHOSEN", lane_triton.Variant(adds=adds))
     monkeypatch.setattr(lanes, "PAIR_MARGIN", 9.0 if pair else 0.0)
     monkeypatch.setattr(lanes, "LANE_BITS", {0: 60})
     codes = normal(90, 300, 1.0).astype(np.int8)
@@ -87,7 +93,7 @@ def test_a_vector_is_multiplied(scales: int, pair: bool, monkeypatch: pytest.Mon
     packed, layout = pack_lanes(codes, 300, free=False)
     assert layout.segments > 1
     assert layout.has_patches
-    inputs, scale = seeded(90), seeded(scales, seed=3).abs().half()
+    inputs, scale = seeded(1, 90), seeded(scales, seed=3).abs().half()
     found = multiply_lanes(inputs.to(DEVICE), packed.to(DEVICE), layout, scale.to(DEVICE)).cpu()
     expected = inputs.double() @ torch.from_numpy(codes).double() * scale.double()
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import Counter
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -26,6 +27,7 @@ def run(
     bits: list[int] | None = None,
     shapes: list[list[int]] | None = None,
     layers: list[list[int]] | None = None,
+    variants: list[dict[str, Any]] | None = None,
     models: list[str] | None = None,
     ratio: float = 12.0,
     overhead: bool = False,
@@ -44,6 +46,9 @@ def run(
         return {"models": sized, "normal": [size_normal([2048, 2048], width) for width in bits]}
     from benchmarks.studies.kernels.timing import copy_bytes_per_s
 
+    if variants is not None:
+        cases = product(variants, layers or [], bits)
+        return {"variants": [time_variant(variant, shape, width) for variant, shape, width in cases]}
     bandwidth = copy_bytes_per_s()
     print(f"  copies move {bandwidth / 1e12:.2f} TB/s", flush=True)
     decoded = [time_decoding(shape, width, bandwidth) for shape, width in product(shapes or [], bits)]
@@ -66,9 +71,9 @@ def size_normal(shape: list[int], bits: int) -> dict[str, Any]:
     from factorpack.runtime.lanes import pack_lanes
 
     codes = normal_codes(shape, bits)
-    started = time.perf_counter()
+    started = time.process_time()
     packed, layout = pack_lanes(codes, shape[1])
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     return {
         "shape": shape,
         "bits": bits,
@@ -87,6 +92,7 @@ def size_model(name: str, ratio: float) -> dict[str, Any]:
     from factorpack.runtime.packed_weight import PackedWeight
 
     row: dict[str, Any] = {"model": name, "ratio": ratio, "file": 0, "resident": 0, "fixed": 0, "codes": 0}
+    sections: Counter[str] = Counter()
     held, packed_weight.uses_lanes = packed_weight.uses_lanes, lambda _: True
     try:
         with TemporaryDirectory() as folder:
@@ -108,10 +114,20 @@ def size_model(name: str, ratio: float) -> dict[str, Any]:
                     -(-encoded.parts[part].numel() * width // 8) for part, width in encoded.bits.items()
                 )
                 row["file"] += sum((stored[weight] or {}).get(item, 0) for item in ("codebook", "latent"))
+                for part, layout in found.lanes.items():
+                    sections.update(section_bytes(layout, getattr(found, part).numel()))
             row["seconds"] = time.perf_counter() - started
+            row["sections"] = dict(sections)
     finally:
         packed_weight.uses_lanes = held
     return row
+
+
+def section_bytes(layout: Any, total: int) -> dict[str, int]:
+    """What the parts of codes in lanes take."""
+    ends = [layout.headers_at, layout.groups_at, layout.table_at, layout.patches_at, layout.classes_at, total]
+    names = ("words", "first states", "groups", "tables", "rare codes", "classes")
+    return {name: end - start for name, start, end in zip(names, [0, *ends], ends, strict=False)}
 
 
 def time_decoding(shape: list[int], bits: int, bandwidth: float) -> dict[str, Any]:
@@ -185,6 +201,28 @@ def time_layer(shape: list[int], bits: int) -> dict[str, Any]:
     return row
 
 
+def time_variant(variant: dict[str, Any], shape: list[int], bits: int) -> dict[str, Any]:
+    """Products at batch 1 by another variant of the kernel, in a graph: what `CHOSEN` should be."""
+    from benchmarks.studies.kernels.timing import copies_of, graph_us
+    from factorpack.runtime import lane_triton
+    from factorpack.runtime.lanes import pack_lanes
+
+    packed, layout = pack_lanes(normal_codes(shape[::-1], bits), shape[0], free=False)
+    values = torch.randn(shape[1], device="cuda", dtype=torch.bfloat16)
+    scale, before = torch.rand(shape[0], device="cuda").half(), lane_triton.CHOSEN
+    lane_triton.CHOSEN = lane_triton.Variant(**variant)
+    try:
+        calls = [
+            partial(lane_triton.LaneProduct(each, layout, scale), values) for each in copies_of(packed.cuda())
+        ]
+        us = graph_us(calls)
+    finally:
+        lane_triton.CHOSEN = before
+    row = {"variant": variant, "shape": shape, "bits": bits, "us": us, "pairs": bool(layout.is_pair)}
+    print(f"  {row}", flush=True)
+    return row
+
+
 def _copied(weight: Any) -> Any:
     """The same codes elsewhere in memory, without packing them again."""
     other = copy.copy(weight)
@@ -230,6 +268,9 @@ def tabulate_sizes() -> str:
     ]
     rates = [row["codes_per_s"] / 1e6 for row in document["result"]["normal"]]
     note = f"One core packs {min(rates):.0f} to {max(rates):.0f} million of the normal codes a second.\n"
+    for row in document["result"]["models"]:
+        shares = ", ".join(f"{name} {100 * size / row['file']:.1f}" for name, size in row["sections"].items())
+        note += f"{row['model']}, percent of the file: {shares}.\n"
     return f"{format_table(head, lines)}\n{note}{format_source(document)}"
 
 

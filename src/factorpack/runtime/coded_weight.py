@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from factorpack.decoding import decode_into
+from factorpack.errors import FormatError
 from factorpack.format.container import read_row
 from factorpack.format.schema import TensorRow
+from factorpack.format.untrusted_json import shown
 from factorpack.record import Encoded
 from factorpack.runtime.decode_ahead import AHEAD
 
@@ -81,7 +83,10 @@ class CodedWeight(nn.Module):
 
 
 def _read(row: TensorRow, stream: Tensor) -> Encoded:
-    return read_row(row, stream.cpu().numpy().tobytes())
+    try:
+        return read_row(row, stream.cpu().numpy().tobytes())
+    except FormatError as error:
+        raise FormatError(f"tensor {shown(row.name)}: {error}", tensor=row.name) from error
 
 
 @torch.library.custom_op("factorpack::decode_stream", mutates_args=())

@@ -6,6 +6,7 @@ first cache. Words are touched some steps before they are needed, which brings t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,8 +21,22 @@ from factorpack.runtime.lanes import GROUP, LaneLayout
 from factorpack.runtime.launching import Prepared, Run
 from factorpack.runtime.multiply_triton import SUMMED, add_splits
 
-STEPS, UNROLL = 32, 4
-"""Steps between touches, and steps of which the code is repeated."""
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How the kernel computes what it computes: the numbers are the same, the time is not."""
+
+    steps: int = 32
+    """Steps between touches."""
+    unroll: int = 4
+    """Steps of which the code is repeated."""
+    adds: bool = False
+    """Whether a code becomes a float by two additions and not by a conversion, of which a GPU does a quarter as many
+    at a time."""
+
+
+CHOSEN = Variant()
+"""The fastest that was measured. benchmarks/studies/resident times others."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -81,6 +96,15 @@ def _next_codes(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _float(code, ADDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A code as a float. 2^23 + 2^11 + code is exact, and its lowest bits are those of an integer."""
+    number = code.to(tl.float32)
+    if ADDS:
+        number = (code + 0x4B000800).to(tl.float32, bitcast=True) - 8390656.0
+    return number
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _rows(  # type: ignore[no-untyped-def]
     start,
     stop,
@@ -115,6 +139,7 @@ def _rows(  # type: ignore[no-untyped-def]
     EVEN: tl.constexpr,
     DECODED: tl.constexpr,
     MULTIPLIED: tl.constexpr,
+    ADDS: tl.constexpr,
     TAILS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
@@ -145,15 +170,15 @@ def _rows(  # type: ignore[no-untyped-def]
         )
         if MULTIPLIED:
             value = tl.load(inputs + at).to(tl.float32)
-            even += first.to(tl.float32) * value
+            even += _float(first, ADDS) * value
             if PAIR:
-                odd += second.to(tl.float32) * value
+                odd += _float(second, ADDS) * value
         else:
             values = tl.join(first, second) if PAIR else first
             if SCALED == "row":
                 factor = tl.load(scale + at).to(tl.float32)
             if SCALED != "":
-                values = (values.to(tl.float32) * factor).to(DECODED)
+                values = (_float(values, ADDS) * factor).to(DECODED)
             inside = kept if EVEN else kept & (number < count)
             tl.store(out + number, values.to(out.dtype.element_ty), inside)
             number += columns
@@ -194,6 +219,7 @@ def _decode(  # type: ignore[no-untyped-def]
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
     UNROLL: tl.constexpr,
+    ADDS: tl.constexpr,
 ):
     """One program: a group of lanes, from the first row of its segment to the last."""
     part = tl.program_id(0) // groups
@@ -286,6 +312,7 @@ def _decode(  # type: ignore[no-untyped-def]
             EVEN,
             DECODED,
             MULTIPLIED,
+            ADDS,
             False,
             UNROLL,
         )
@@ -324,6 +351,7 @@ def _decode(  # type: ignore[no-untyped-def]
         EVEN,
         DECODED,
         MULTIPLIED,
+        ADDS,
         True,
         1,
     )
@@ -484,6 +512,7 @@ def _constants(
         "DECODED": getattr(tl, dtype_name(decoded)),
         "MULTIPLIED": is_multiplied,
         "LANES": GROUP,
-        "STEPS": STEPS,
-        "UNROLL": UNROLL,
+        "STEPS": CHOSEN.steps,
+        "UNROLL": CHOSEN.unroll,
+        "ADDS": CHOSEN.adds,
     }

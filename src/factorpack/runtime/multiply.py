@@ -45,7 +45,10 @@ def multiply_reference(inputs: Tensor, packed: Tensor, bits: int, scale: Tensor 
 
 
 def multiply(inputs: Tensor, packed: Tensor, bits: int, scale: Tensor | None) -> Tensor:
-    """`multiply_codes`, without the operator where it is not needed: calling it takes longer than a kernel."""
+    """`multiply_codes`, without the operator where it is not needed: calling it takes longer than a kernel.
+
+    Shapes are not checked: a layer has made them.
+    """
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and inputs.requires_grad):
         product: Tensor = multiply_codes(inputs, packed, bits, scale)
         return product
@@ -55,15 +58,15 @@ def multiply(inputs: Tensor, packed: Tensor, bits: int, scale: Tensor | None) ->
 @torch.library.custom_op("factorpack::multiply_codes", mutates_args=())
 def multiply_codes(inputs: Tensor, packed: Tensor, bits: int, scale: Tensor | None) -> Tensor:
     """`multiply_reference` by the fastest available way: (batch, columns) -> (batch, rows)."""
-    return _fastest(inputs, packed, bits, scale)
-
-
-def _fastest(inputs: Tensor, packed: Tensor, bits: int, scale: Tensor | None) -> Tensor:
     check_rows(packed, bits, inputs.shape[1])
     if scale is not None and scale.shape not in ((1,), (len(packed),)):
         raise WeightError(
             f"scales of shape {tuple(scale.shape)} for {len(packed)} rows: expected one per row, or one for all"
         )
+    return _fastest(inputs, packed, bits, scale)
+
+
+def _fastest(inputs: Tensor, packed: Tensor, bits: int, scale: Tensor | None) -> Tensor:
     if not on_gpu(inputs) or not 0 < len(inputs) <= MOST_INPUTS:
         return multiply_reference(inputs, packed, bits, scale)
     obstacle = why_no_kernel(inputs)

@@ -43,9 +43,11 @@ class PackedLinear(PackedLayer, nn.Linear):
 
     def multiplied(self, inputs: Tensor, name: str, scale: Tensor | None) -> Tensor:
         """Inputs (..., codes per row) times rows of codes, plus the bias: (..., outputs)."""
-        rows, packed = inputs.reshape(-1, inputs.shape[-1]), getattr(self.packed, name)
-        outputs = multiply(rows, packed, self.packed.bits[name], scale)
-        outputs = outputs.view(*inputs.shape[:-1], self.out_features)
+        packed = self.packed
+        rows = inputs if inputs.dim() == 2 else inputs.reshape(-1, inputs.shape[-1])
+        outputs = multiply(rows, getattr(packed, name), packed.bits[name], scale)
+        if inputs.dim() != 2:
+            outputs = outputs.view(*inputs.shape[:-1], self.out_features)
         return outputs if self.bias is None else outputs + self.bias.to(inputs.dtype)
 
 
