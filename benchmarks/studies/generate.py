@@ -75,6 +75,7 @@ def _measure(way: str, folder: Path, words: Tensor, tokens: int, rounds: int) ->
     row["eager_tokens_per_s"] = tokens / _least(lambda: opened.generate(words, tokens), rounds)
     stepper = Stepper(opened.model, words, tokens)
     row["same_tokens"] = stepper.run().tolist() == generated
+    row["graph_failure"] = stepper.failure
     row["graph_tokens_per_s"] = (tokens - 1) / _least(stepper.run, rounds)
     print(f"  {row}", flush=True)
     return row
@@ -128,6 +129,8 @@ class Stepper:
         self.token = torch.zeros(1, 1, dtype=torch.long, device=words.device)
         self.place = torch.zeros(1, 1, dtype=torch.long, device=words.device)
         self.graph: Any = None
+        self.failure = ""
+        """Why a step is no graph, where it is none."""
 
     def _step(self) -> None:
         logits = self.model(
@@ -150,7 +153,7 @@ class Stepper:
         for _ in range(self.tokens - 1):
             if self.graph is not None:
                 self.graph.replay()
-            elif self.words.is_cuda:
+            elif self.words.is_cuda and not self.failure:
                 self._capture()
             else:
                 self._step()
@@ -158,16 +161,17 @@ class Stepper:
         return torch.cat(found, 1)[0]
 
     def _capture(self) -> None:
-        """The first step as it is called, which compiles kernels; the graph is captured from the state after it."""
+        """The first step as it is called, which compiles kernels; a graph of it is captured, and not run, after it."""
         self._step()
         torch.cuda.synchronize()
-        saved = self.token.clone(), self.place.clone()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
-        self.token.copy_(saved[0])
-        self.place.copy_(saved[1])
-        self.graph = graph
+        try:
+            with torch.cuda.graph(graph):
+                self._step()
+        except RuntimeError as error:
+            self.failure = str(error).splitlines()[0]
+        else:
+            self.graph = graph
 
 
 def _least(work: Callable[[], object], rounds: int) -> float:

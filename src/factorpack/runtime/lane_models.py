@@ -115,7 +115,8 @@ def fit_models(codes: Codes) -> tuple[Models, float]:
                 best = total, table_bits, raw_bits, (rows, columns)
     assert best is not None
     total, table_bits, raw_bits, (rows, columns) = best
-    low, counts = _merged(*_counts(codes, rows, columns), raw_bits)
+    every = 1 if is_indirect else max(1, codes.size // _SAMPLE)
+    low, counts = _merged(*_counts(codes[::every], rows[::every], columns), raw_bits)
     low, frequencies = _frequencies(low, counts, table_bits)
     is_indirect = is_indirect and frequencies.shape[1] <= MOST_NUMBERS
     return Models(table_bits, raw_bits, rows, columns, low, frequencies, is_indirect), total
