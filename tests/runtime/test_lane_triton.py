@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 
 import numpy as np
@@ -97,3 +98,14 @@ def test_a_vector_is_multiplied(scales: int, pair: bool, adds: bool, monkeypatch
     found = multiply_lanes(inputs.to(DEVICE), packed.to(DEVICE), layout, scale.to(DEVICE)).cpu()
     expected = inputs.double() @ torch.from_numpy(codes).double() * scale.double()
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_arguments_are_in_the_order_of_the_kernel() -> None:
+    """A compiled kernel takes them by their places."""
+    from factorpack.runtime import lane_triton
+
+    _, layout = pack_lanes(normal(90, 300, 1.0), 300)
+    names = list(inspect.signature(lane_triton._decode.fn).parameters)
+    constants = lane_triton._constants(layout, True, "", torch.float32)
+    assert names[-len(constants) :] == list(constants)
+    assert len(names) == 4 + len(lane_triton._numbers(layout)) + len(constants)

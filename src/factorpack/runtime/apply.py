@@ -204,6 +204,9 @@ class _Makers:
         self, decoded: Iterable[tuple[str, Encoded]], forms: Mapping[str, str]
     ) -> Iterator[tuple[Encoded, PackedWeight | None]]:
         """Every tensor with its packed weight, where it has a form: packed by threads, some in advance."""
+        if not forms:
+            yield from ((encoded, None) for _, encoded in decoded)
+            return
         threads = torch.get_num_threads()
         waiting: deque[tuple[Encoded, Future[PackedWeight] | None]] = deque()
         with ThreadPoolExecutor(threads) as pool:

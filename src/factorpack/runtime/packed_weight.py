@@ -133,6 +133,7 @@ class PackedWeight(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
+        self._product = self._decoder = self._row_scale = None  # with assign=True there are other tensors now
         if self.folded is not None:
             self.fold()
 
