@@ -193,3 +193,15 @@ def test_a_tokenizer_alone_is_no_model(transformers: Any, tmp_path: Path) -> Non
     save_tokenizer(transformers, tmp_path)
     with pytest.raises(SourceError, match="is not a model folder"):
         fp.hub.from_pretrained(tmp_path)
+
+
+def test_opening_draws_no_bar_and_leaves_the_library_as_it_was(
+    folder: Path, transformers: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    transformers.utils.logging.enable_progress_bar()
+    try:
+        fp.hub.from_pretrained(folder)
+        assert capfd.readouterr() == ("", "")
+        assert transformers.utils.logging.is_progress_bar_enabled()
+    finally:
+        transformers.utils.logging.disable_progress_bar()

@@ -56,9 +56,9 @@ def opening(folder: Folder) -> Iterator[None]:
     for each in folder.path.rglob("*"):
         check_inside(folder.path, each)
     safe_config(folder)
-    import_library(folder.library)
+    library = import_library(folder.library)
     try:
-        with _offline():
+        with _offline(), _without_bars(library):
             yield
     except FactorpackError:
         raise
@@ -79,6 +79,18 @@ def _offline() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
+
+
+@contextmanager
+def _without_bars(library: Any) -> Iterator[None]:
+    """The libraries draw bars of their own on standard error, to a file or a pipe too."""
+    shown: bool = library.utils.logging.is_progress_bar_enabled()
+    library.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            library.utils.logging.enable_progress_bar()
 
 
 def safe_config(folder: Folder) -> dict[str, Any]:
