@@ -86,23 +86,38 @@ def write_original(folder: Path, path: Path) -> None:
     )
 
 
-def by_llama_cpp(folder: Path, original: Path, ftype: str, importance: State, path: Path) -> Made:
-    """`llama_model_quantize`, as the program llama-quantize calls it; with an importance matrix if one is given."""
+@dataclass(frozen=True, slots=True)
+class GGUFSettings:
+    """What llama-quantize is told: a file type, another type for the table of tokens, an importance matrix."""
+
+    ftype: str
+    table: str = ""
+    importance: State = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        table = f"; table {self.table}" if self.table else ""
+        return f"{self.ftype}{table}{'; importance matrix' if self.importance else ''}"
+
+
+def by_llama_cpp(folder: Path, original: Path, given: GGUFSettings, path: Path) -> Made:
+    """`llama_model_quantize`, as the program llama-quantize calls it."""
+    import gguf
     import llama_cpp
 
     settings = llama_cpp.llama_model_quantize_default_params()
     settings.nthread = torch.get_num_threads()
-    settings.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{ftype}")
-    with _as_array(importance) as array:
+    settings.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{given.ftype}")
+    if given.table:
+        settings.token_embedding_type = int(gguf.GGMLQuantizationType[given.table])
+    with _as_array(given.importance) as array:
         settings.imatrix = array
         status = llama_cpp.llama_model_quantize(
             str(original).encode(), str(path).encode(), ctypes.byref(settings)
         )
     if status:
-        raise RuntimeError(f"llama.cpp ends with status {status} at {ftype}")
-    setting = f"{ftype}, importance matrix" if importance else ftype
+        raise RuntimeError(f"llama.cpp ends with status {status} at {given}")
     state, types = read_llama(folder, path)
-    return Made("llama.cpp", setting, version("llama-cpp-python"), path.stat().st_size, state, types)
+    return Made("llama.cpp", str(given), version("llama-cpp-python"), path.stat().st_size, state, types)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import factorpack as fp
 from benchmarks import language_peers as peers
-from benchmarks.formatting import format_source, format_table, is_stored, load_result
+from benchmarks.formatting import RESULTS, format_source, format_table, load_result
 from benchmarks.llamas import FETCHED, sampled_tokens
 from benchmarks.measure import log_probabilities
 from factorpack.calibration.synthetic import Synthetic, make_batches
@@ -32,7 +32,7 @@ def run(who: str, held: int, length: int, **settings: Any) -> Row:
     model: nn.Module = fp.hub.from_pretrained(FOLDER)
     judge = _Judge(model, sampled_tokens(model, held, length, HELD_SEED))
     original = (FOLDER / "model.safetensors").stat().st_size
-    rows = _peer_rows(judge, length, **settings) if who == "peers" else _our_rows(judge, length, **settings)
+    rows = (_peer_rows if who == "peers" else _our_rows)(judge, length, **settings)
     return {"original_bytes": original, "tokens": judge.tokens.numel(), "rows": list(rows)}
 
 
@@ -55,7 +55,7 @@ class _Judge:
 
 
 def _peer_rows(
-    judge: _Judge, length: int, tables: list[str], ftypes: list[str], samples: int
+    judge: _Judge, length: int, tables: list[str], ftypes: list[list[str]], samples: int
 ) -> Iterator[Row]:
     """torchao's with each type of table; llama.cpp's with each file type, without and with an importance matrix."""
     texts = torch.cat([batch["input_ids"] for batch in _texts(judge.model, samples, length)])
@@ -68,9 +68,8 @@ def _peer_rows(
         peers.write_original(FOLDER, original)
         for ftype in ftypes:
             for matrix in ({}, importance):
-                yield _peer_row(
-                    judge, peers.by_llama_cpp(FOLDER, original, ftype, matrix, place / "coded.gguf")
-                )
+                given = peers.GGUFSettings(*ftype, importance=matrix)
+                yield _peer_row(judge, peers.by_llama_cpp(FOLDER, original, given, place / "coded.gguf"))
 
 
 def _texts(model: nn.Module, samples: int, length: int) -> list[Any]:
@@ -90,70 +89,57 @@ def _peer_row(judge: _Judge, made: peers.Made) -> Row:
     return row
 
 
-def _our_rows(
-    judge: _Judge, length: int, samples: int, ratios: list[float], beside: list[str]
-) -> Iterator[Row]:
-    """At the bytes of the peers' settings `beside`, and at `ratios`: from the weights alone, and calibrated."""
+def _our_rows(judge: _Judge, length: int, samples: int, max_bytes: int, beside: str = "") -> Iterator[Row]:
+    """From the weights alone, and calibrated; `beside` is the setting of a peer whose file has `max_bytes`."""
     texts = _texts(judge.model, samples, length)
-    original = (FOLDER / "model.safetensors").stat().st_size
-    theirs = {row["setting"]: row["bytes"] for row in _stored_rows("peers")}
-    goals = [(setting, theirs[setting]) for setting in beside]
-    goals += [("", int(original / ratio)) for ratio in ratios]
     with tempfile.TemporaryDirectory() as folder:
-        for setting, limit in sorted(goals, key=lambda goal: -goal[1]):
-            for calibrated in (False, True):
-                data = {"calibration": texts, "planner": fp.Planner(samples=samples)} if calibrated else {}
-                curves = Path(folder) / f"{calibrated}.json"
-                started = time.process_time()
-                path = Path(folder) / "packed.safetensors"
-                packed = fp.compress(judge.model, max_bytes=limit, curves=curves, progress=False, **data)
-                fp.save(packed, path)
-                row = {
-                    "beside": setting,
-                    "calibrated": calibrated,
-                    "bytes": path.stat().st_size,
-                    "divergence": judge.measure(dict(fp.load(path).state_dict())),
-                    "processor_seconds": round(time.process_time() - started, 1),
-                }
-                print(row, flush=True)
-                yield row
+        path = Path(folder) / "packed.safetensors"
+        for data in ({}, {"calibration": texts, "planner": fp.Planner(samples=samples)}):
+            started = time.process_time()
+            fp.save(fp.compress(judge.model, max_bytes=max_bytes, progress=False, **data), path)
+            row = {
+                "beside": beside,
+                "calibrated": bool(data),
+                "bytes": path.stat().st_size,
+                "processor_seconds": round(time.process_time() - started, 1),
+                "divergence": judge.measure(dict(fp.load(path).state_dict())),
+            }
+            print(row, flush=True)
+            yield row
 
 
-def _stored_rows(case: str) -> list[Row]:
-    rows: list[Row] = load_result(STUDY, case)["result"]["rows"] if is_stored(STUDY, case) else []
-    return rows
+def _ours() -> list[dict[str, Any]]:
+    """The results of every size of ours, the largest first."""
+    names = sorted(path.stem for path in (RESULTS / STUDY).glob("ours-*.json"))
+    return sorted((load_result(STUDY, name) for name in names), key=lambda each: -_limit(each))
 
 
-def _beside(bytes_: int, setting: str) -> list[str]:
-    """Our two divergences at a peer's bytes."""
-    found = [row for row in _stored_rows("ours") if row["beside"] == setting]
-    assert all(row["bytes"] <= bytes_ for row in found)
-    return [f"{row['divergence']:.4f}" for row in sorted(found, key=lambda row: row["calibrated"])]
+def _limit(document: dict[str, Any]) -> int:
+    limit: int = document["settings"]["max_bytes"]
+    return limit
 
 
 def tabulate_headline() -> str:
-    """The peers' settings that ours are beside, then our smaller files."""
-    theirs, ours = load_result(STUDY, "peers"), load_result(STUDY, "ours")
+    """One row per size of ours, beside the peer whose bytes it has."""
+    theirs, ours = load_result(STUDY, "peers"), _ours()
     original = theirs["result"]["original_bytes"]
-    wanted = {row["beside"] for row in ours["result"]["rows"]}
-    lines = [
-        [
-            f"{row['tool']} {row['setting']}",
-            f"{row['bytes'] / 1e6:.2f}",
-            f"{original / row['bytes']:.1f}",
-            f"{row['divergence']:.4f}",
-            *_beside(row["bytes"], row["setting"]),
-        ]
-        for row in sorted(theirs["result"]["rows"], key=lambda row: -row["bytes"])
-        if row["setting"] in wanted
+    known = {f"{row['bytes']} {row['setting']}": row for row in theirs["result"]["rows"]}
+    lines = []
+    for document in ours:
+        limit, beside = _limit(document), document["settings"].get("beside", "")
+        peer = known[f"{limit} {beside}"] if beside else None
+        numbers = [f"{row['divergence']:.4f}" for row in document["result"]["rows"]]
+        named = [f"{peer['tool']}, {beside}", f"{peer['divergence']:.4f}"] if peer else ["", ""]
+        lines.append([named[0], f"{limit / 1e6:.2f}", f"{original / limit:.1f}", named[1], *numbers])
+    head = [
+        "Llama of 15 million weights",
+        "MB",
+        "times smaller",
+        "theirs",
+        "ours, no data",
+        "ours, calibrated",
     ]
-    alone = [row for row in ours["result"]["rows"] if not row["beside"]]
-    for plain, calibrated in zip(alone[::2], alone[1::2], strict=True):
-        size = max(plain["bytes"], calibrated["bytes"])
-        numbers = [f"{row['divergence']:.4f}" for row in (plain, calibrated)]
-        lines.append(["ours alone", f"{size / 1e6:.2f}", f"{original / size:.1f}", "", *numbers])
-    head = ["15 M Llama", "MB", "times smaller", "theirs", "ours, no data", "ours, calibrated"]
-    return f"{format_table(head, lines)}\n{format_source(theirs, ours)}"
+    return f"{format_table(head, lines)}\n{format_source(theirs, *ours)}"
 
 
 def tabulate_peers() -> str:

@@ -131,6 +131,9 @@ def open_source(source: Checkpoint, key: str | None = None) -> Source:
             if isinstance(module, TRANSPOSED)
         }
         return replace(_from_state_dict(source.state_dict(keep_vars=False)), transposed_groups=groups)
+    if not isinstance(source, Mapping):
+        what = f"the class {source.__name__}" if isinstance(source, type) else f"a {type(source).__name__}"
+        raise SourceError(f"the source is {what}, expected a model, a state dict or a path")
     return _from_state_dict(source)
 
 

@@ -77,7 +77,6 @@ def limited_threads(threads: int | None) -> Iterator[None]:
     import torch
 
     before = torch.get_num_threads(), {name: os.environ.get(name) for name in THREAD_VARIABLES}
-    threads = min(threads, os.cpu_count() or threads)
     torch.set_num_threads(threads)
     os.environ |= dict.fromkeys(THREAD_VARIABLES, str(threads))
     try:
