@@ -209,7 +209,7 @@ def test_opening_draws_no_bar_and_leaves_the_library_as_it_was(
 
 
 def test_a_base_without_the_head_that_its_config_names(
-    tmp_path: Path, transformers: Any, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, transformers: Any, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As sentence transformers are published: their configs are those of the model before it was tuned."""
     model = bert(transformers)
@@ -218,8 +218,10 @@ def test_a_base_without_the_head_that_its_config_names(
     config["architectures"] = ["BertForMaskedLM"]
     (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
     packed_folder(tmp_path / "plain", tmp_path / "small")
+    capfd.readouterr()
     with caplog.at_level("INFO", "factorpack"):
         opened = fp.hub.from_pretrained(tmp_path / "plain")
+    assert capfd.readouterr() == ("", "")
     assert "has the weights of a BertModel, without the head of the BertForMaskedLM" in caplog.text
     for name, value in model.state_dict().items():
         assert torch.equal(opened.state_dict()[name], value)

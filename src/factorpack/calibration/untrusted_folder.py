@@ -58,7 +58,7 @@ def opening(folder: Folder) -> Iterator[None]:
     safe_config(folder)
     library = import_library(folder.library)
     try:
-        with _offline(), _without_bars(library):
+        with _offline(), _silent(library):
             yield
     except FactorpackError:
         raise
@@ -82,15 +82,18 @@ def _offline() -> Iterator[None]:
 
 
 @contextmanager
-def _without_bars(library: Any) -> Iterator[None]:
-    """The libraries draw bars of their own on standard error, to a file or a pipe too."""
-    shown: bool = library.utils.logging.is_progress_bar_enabled()
-    library.utils.logging.disable_progress_bar()
+def _silent(library: Any) -> Iterator[None]:
+    """The libraries draw bars on standard error, to a file or a pipe too, and log what our errors say."""
+    logs = library.utils.logging
+    shown, verbosity = logs.is_progress_bar_enabled(), logs.get_verbosity()
+    logs.disable_progress_bar()
+    logs.set_verbosity_error()
     try:
         yield
     finally:
+        logs.set_verbosity(verbosity)
         if shown:
-            library.utils.logging.enable_progress_bar()
+            logs.enable_progress_bar()
 
 
 def safe_config(folder: Folder) -> dict[str, Any]:
