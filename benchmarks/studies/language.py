@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import factorpack as fp
 from benchmarks import language_peers as peers
-from benchmarks.formatting import RESULTS, format_source, format_table, load_result
+from benchmarks.formatting import RESULTS, format_source, format_table, is_stored, load_result
 from benchmarks.llamas import FETCHED, sampled_tokens
 from benchmarks.measure import log_probabilities
 from factorpack.calibration.synthetic import Synthetic, make_batches
@@ -90,11 +90,15 @@ def _peer_row(judge: _Judge, made: peers.Made) -> Row:
 
 
 def _our_rows(judge: _Judge, length: int, samples: int, max_bytes: int, beside: str = "") -> Iterator[Row]:
-    """From the weights alone, and calibrated; `beside` is the setting of a peer whose file has `max_bytes`."""
-    texts = _texts(judge.model, samples, length)
+    """From the weights alone and, with `samples` texts, calibrated; a peer's file with the setting `beside` has
+    `max_bytes`."""
+    texts = _texts(judge.model, samples, length) if samples else []
+    ways: list[dict[str, Any]] = [{}]
+    if samples:
+        ways.append({"calibration": texts, "planner": fp.Planner(samples=samples)})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "packed.safetensors"
-        for data in ({}, {"calibration": texts, "planner": fp.Planner(samples=samples)}):
+        for data in ways:
             started = time.process_time()
             fp.save(fp.compress(judge.model, max_bytes=max_bytes, progress=False, **data), path)
             row = {
@@ -109,9 +113,14 @@ def _our_rows(judge: _Judge, length: int, samples: int, max_bytes: int, beside: 
 
 
 def _ours() -> list[dict[str, Any]]:
-    """The results of every size of ours, the largest first."""
-    names = sorted(path.stem for path in (RESULTS / STUDY).glob("ours-*.json"))
-    return sorted((load_result(STUDY, name) for name in names), key=lambda each: -_limit(each))
+    """The results of every size of ours, the largest first; where a size has two, the one that is calibrated."""
+    found: dict[int, dict[str, Any]] = {}
+    for path in sorted((RESULTS / STUDY).glob("*-*.json")):
+        document = load_result(STUDY, path.stem)
+        known = found.setdefault(_limit(document), document)
+        if len(document["result"]["rows"]) > len(known["result"]["rows"]):
+            found[_limit(document)] = document
+    return [found[limit] for limit in sorted(found, reverse=True)]
 
 
 def _limit(document: dict[str, Any]) -> int:
@@ -121,6 +130,8 @@ def _limit(document: dict[str, Any]) -> int:
 
 def tabulate_headline() -> str:
     """One row per size of ours, beside the peer whose bytes it has."""
+    if not is_stored(STUDY, "peers"):
+        return "Not measured yet.\n"
     theirs, ours = load_result(STUDY, "peers"), _ours()
     original = theirs["result"]["original_bytes"]
     known = {f"{row['bytes']} {row['setting']}": row for row in theirs["result"]["rows"]}
@@ -129,6 +140,7 @@ def tabulate_headline() -> str:
         limit, beside = _limit(document), document["settings"].get("beside", "")
         peer = known[f"{limit} {beside}"] if beside else None
         numbers = [f"{row['divergence']:.4f}" for row in document["result"]["rows"]]
+        numbers += [""] * (2 - len(numbers))
         named = [f"{peer['tool']}, {beside}", f"{peer['divergence']:.4f}"] if peer else ["", ""]
         lines.append([named[0], f"{limit / 1e6:.2f}", f"{original / limit:.1f}", named[1], *numbers])
     head = [
@@ -144,6 +156,8 @@ def tabulate_headline() -> str:
 
 def tabulate_peers() -> str:
     """Every setting of the peers."""
+    if not is_stored(STUDY, "peers"):
+        return "Not measured yet.\n"
     document = load_result(STUDY, "peers")
     lines = [
         [
