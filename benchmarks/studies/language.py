@@ -90,8 +90,7 @@ def _peer_row(judge: _Judge, made: peers.Made) -> Row:
 
 
 def _our_rows(judge: _Judge, length: int, samples: int, max_bytes: int, beside: str = "") -> Iterator[Row]:
-    """From the weights alone and, with `samples` texts, calibrated; a peer's file with the setting `beside` has
-    `max_bytes`."""
+    """From the weights alone and, with `samples` texts, calibrated. `beside` says whose file has `max_bytes`."""
     texts = _texts(judge.model, samples, length) if samples else []
     ways: list[dict[str, Any]] = [{}]
     if samples:
@@ -112,46 +111,50 @@ def _our_rows(judge: _Judge, length: int, samples: int, max_bytes: int, beside: 
             yield row
 
 
-def _ours() -> list[dict[str, Any]]:
-    """The results of every size of ours, the largest first; where a size has two, the one that is calibrated."""
-    found: dict[int, dict[str, Any]] = {}
-    for path in sorted((RESULTS / STUDY).glob("*-*.json")):
-        document = load_result(STUDY, path.stem)
-        known = found.setdefault(_limit(document), document)
-        if len(document["result"]["rows"]) > len(known["result"]["rows"]):
-            found[_limit(document)] = document
-    return [found[limit] for limit in sorted(found, reverse=True)]
+def _our_files() -> list[dict[str, Any]]:
+    """The results of every size of ours."""
+    return [load_result(STUDY, path.stem) for path in sorted((RESULTS / STUDY).glob("*-*.json"))]
 
 
-def _limit(document: dict[str, Any]) -> int:
-    limit: int = document["settings"]["max_bytes"]
-    return limit
+def _frontier(rows: list[Row]) -> list[Row]:
+    """A tool's files that none of its own beats in bytes and in divergence."""
+    best: list[Row] = []
+    for row in sorted(rows, key=lambda row: (row["bytes"], row["divergence"])):
+        if not best or row["divergence"] < best[-1]["divergence"]:
+            best.append(row)
+    return best
 
 
 def tabulate_headline() -> str:
-    """One row per size of ours, beside the peer whose bytes it has."""
+    """The best files of each tool and all of ours, the largest first."""
     if not is_stored(STUDY, "peers"):
         return "Not measured yet.\n"
-    theirs, ours = load_result(STUDY, "peers"), _ours()
-    original = theirs["result"]["original_bytes"]
-    known = {f"{row['bytes']} {row['setting']}": row for row in theirs["result"]["rows"]}
-    lines = []
-    for document in ours:
-        limit, beside = _limit(document), document["settings"].get("beside", "")
-        peer = known[f"{limit} {beside}"] if beside else None
-        numbers = [f"{row['divergence']:.4f}" for row in document["result"]["rows"]]
-        numbers += [""] * (2 - len(numbers))
-        named = [f"{peer['tool']}, {beside}", f"{peer['divergence']:.4f}"] if peer else ["", ""]
-        lines.append([named[0], f"{limit / 1e6:.2f}", f"{original / limit:.1f}", named[1], *numbers])
-    head = [
-        "Llama of 15 million weights",
-        "MB",
-        "times smaller",
-        "theirs",
-        "ours, no data",
-        "ours, calibrated",
+    theirs, ours = load_result(STUDY, "peers"), _our_files()
+    rows = theirs["result"]["rows"]
+    files = [
+        row for tool in ("torchao", "llama.cpp") for row in _frontier([r for r in rows if r["tool"] == tool])
     ]
+    files += {
+        (_words(row), row["bytes"]): row for document in ours for row in document["result"]["rows"]
+    }.values()
+    original = theirs["result"]["original_bytes"]
+    lines = [
+        [
+            _words(row),
+            f"{row['bytes'] / 1e6:.2f}",
+            f"{original / row['bytes']:.1f}",
+            f"{row['divergence']:.4f}",
+        ]
+        for row in sorted(files, key=lambda row: -row["bytes"])
+    ]
+    head = [f"Llama of 15 million weights ({original / 1e6:.1f} MB)", "MB", "times smaller", "divergence"]
     return f"{format_table(head, lines)}\n{format_source(theirs, *ours)}"
+
+
+def _words(row: Row) -> str:
+    if "tool" in row:
+        return f"{row['tool']} {row['setting']}"
+    return f"**factorpack, {'calibrated' if row['calibrated'] else 'no data'}**"
 
 
 def tabulate_peers() -> str:
