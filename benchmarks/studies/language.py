@@ -130,12 +130,10 @@ def tabulate_headline() -> str:
     if not is_stored(STUDY, "peers"):
         return "Not measured yet.\n"
     theirs, ours = load_result(STUDY, "peers"), _our_files()
-    stand_in = [load_result("gallery", "stories15m")] if not ours else []
     rows = theirs["result"]["rows"]
     files = [
         row for tool in ("torchao", "llama.cpp") for row in _frontier([r for r in rows if r["tool"] == tool])
     ]
-    files += [row for document in stand_in for row in _gallery_rows(document)]
     files += {
         (_words(row), row["bytes"]): row for document in ours for row in document["result"]["rows"]
     }.values()
@@ -150,13 +148,7 @@ def tabulate_headline() -> str:
         for row in sorted(files, key=lambda row: -row["bytes"])
     ]
     head = [f"Llama of 15 million weights ({original / 1e6:.1f} MB)", "MB", "times smaller", "divergence"]
-    return f"{format_table(head, lines)}\n{format_source(theirs, *ours, *stand_in)}"
-
-
-def _gallery_rows(document: dict[str, Any]) -> list[Row]:
-    """Ours as the gallery has them, measured on longer texts."""
-    named = {"tool": "**factorpack, no data**", "setting": "(texts of 256 tokens)"}
-    return [{**named, **row, **row["quality"]} for row in document["result"]["rows"]]
+    return f"{format_table(head, lines)}\n{format_source(theirs, *ours)}"
 
 
 def _words(row: Row) -> str:
