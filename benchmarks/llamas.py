@@ -20,6 +20,8 @@ from factorpack.format.container import write_plain
 
 WORK = Path(__file__).resolve().parents[1] / ".work"
 """Ignored by git: what is fetched for a study and is not among the shared files."""
+FETCHED = WORK / "models"
+"""What `python -m tools.fetch_models` writes."""
 SHARD_ELEMENTS = 500_000_000
 """About a gigabyte of BF16 per shard."""
 BEGIN = 1

@@ -61,6 +61,24 @@ def fidelity(logits: Tensor, reference: Tensor, labels: Tensor) -> dict[str, flo
     }
 
 
+def mean_divergence(net: nn.Module, other: nn.Module, batches: list[Any]) -> float:
+    """Mean Kullback-Leibler divergence of another model's predictions from a model's own, in nats."""
+    total, count = 0.0, 0
+    for batch in batches:
+        before, after = (log_probabilities(each, batch) for each in (net, other))
+        total += float((before.exp() * (before - after)).sum())
+        count += len(before)
+    return total / count
+
+
+def log_probabilities(net: nn.Module, batch: Any) -> Tensor:
+    """Of every class for every prediction of a batch, (predictions, classes)."""
+    with torch.inference_mode():
+        output = net(**batch) if isinstance(batch, dict) else net(batch)
+        logits: Tensor = getattr(output, "logits", output)
+        return logits.flatten(0, -2).double().log_softmax(-1)
+
+
 def reloaded(packed: fp.Packed, folder: str) -> fp.Packed:
     """A packed model written to a file in `folder` and opened from there: what is measured is a file."""
     path = Path(folder) / "packed.safetensors"

@@ -49,6 +49,8 @@ STUDIES = {
     "weights_alone": "benchmarks.studies.weights_alone",
     "peers": "benchmarks.studies.peers",
     "synthetic": "benchmarks.studies.synthetic",
+    "language": "benchmarks.studies.language",
+    "gallery": "benchmarks.studies.gallery",
 }
 """Study -> the module whose `run(**case)` returns its result."""
 

@@ -346,3 +346,23 @@ def test_asking_for_a_name_reads_no_tensor(path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("factorpack.format.container.read_row", None)  # reading one would call it
     assert set(packed) | set(packed.aliases) == {name for name in Tied().state_dict() if name in packed}
     assert "nothing" not in packed
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: fp.compress(123, ratio=8), "the source is a int, expected a model, a state dict or a path"),  # type: ignore[arg-type]
+        (lambda: fp.compress(nn.Linear, ratio=8), "the source is the class Linear, expected a model"),  # type: ignore[arg-type]
+        (lambda: fp.compress(nn.ReLU(), ratio=8), "the source has no tensors"),
+        (lambda: fp.compress(nn.Linear(4, 4), "scalar"), "the method is 'scalar', expected an object"),  # type: ignore[arg-type]
+        (lambda: fp.compress(nn.Linear(4, 4), fp.Scalar), "expected an object that has its settings"),  # type: ignore[arg-type]
+        (lambda: fp.save(nn.Linear(4, 4), "x"), "a Linear cannot be saved, expected what fp.compress"),  # type: ignore[arg-type]
+        (
+            lambda: fp.compress(nn.Linear(4, 4), ratio=2, calibration="imagenet"),
+            "calibration is 'imagenet', expected batches of inputs or 'synthetic'",
+        ),
+    ],
+)
+def test_what_is_of_another_type_is_an_error_of_ours(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(fp.FactorpackError, match=message):
+        call()

@@ -49,8 +49,8 @@ def run(
     seen, others = sentences(calibration, samples), sentences(test, measured)
     unseen = [text for text in others if text not in set(seen)]
     random.Random(0).shuffle(seen)
-    batches, texts = _batches(tokenizer, seen), _batches(tokenizer, unseen)
-    wanted = _embeddings(model, texts)
+    batches, texts = tokenized(tokenizer, seen), tokenized(tokenizer, unseen)
+    wanted = embeddings(model, texts)
     with tempfile.TemporaryDirectory() as target:
         rows = [_row(model, ratio, batches, samples, texts, wanted, target) for ratio in ratios]
     words = {token for batch in batches for token in batch["input_ids"].flatten().tolist()}
@@ -81,19 +81,19 @@ def _row(
     seconds = round(time.perf_counter() - started, 1)
     loaded = reloaded(packed, target)
     report = loaded.size()
-    found = _embeddings(loaded.load_into(copy.deepcopy(model)), texts)
+    found = embeddings(loaded.load_into(copy.deepcopy(model)), texts)
     row = {
         "ratio": ratio,
         "seconds": seconds,
         "file_bytes": report.file_bytes,
         "file_ratio": report.file_ratio,
     }
-    row |= _closeness(wanted, found)
+    row |= closeness(wanted, found)
     print(f"  {row}", file=sys.stderr, flush=True)
     return row
 
 
-def _batches(tokenizer: Any, texts: list[str]) -> list[dict[str, Tensor]]:
+def tokenized(tokenizer: Any, texts: list[str]) -> list[dict[str, Tensor]]:
     found = []
     for start in range(0, len(texts), BATCH):
         some = tokenizer(
@@ -107,12 +107,12 @@ def _batches(tokenizer: Any, texts: list[str]) -> list[dict[str, Tensor]]:
     return found
 
 
-def _embeddings(model: nn.Module, batches: list[dict[str, Tensor]]) -> Tensor:
+def embeddings(model: nn.Module, batches: list[dict[str, Tensor]]) -> Tensor:
     with torch.inference_mode():
         return torch.cat([model(**batch)["sentence_embedding"] for batch in batches])
 
 
-def _closeness(wanted: Tensor, found: Tensor) -> dict[str, float]:
+def closeness(wanted: Tensor, found: Tensor) -> dict[str, float]:
     """Cosines of the embeddings, and Spearman's correlation of the similarities of all pairs."""
     cosines = (wanted * found).sum(1)
     first, second = torch.triu_indices(len(wanted), len(wanted), 1)

@@ -20,7 +20,7 @@ import factorpack as fp
 from benchmarks.data import imagenet_train, imagenet_val, normalized, pretrained, shuffled
 from benchmarks.formatting import format_source, format_table, is_stored, load_result
 from benchmarks.llamas import Shape, random_llama, random_tokens, sampled_tokens, stories15m, write_checkpoint
-from benchmarks.measure import peak_bytes, reset_peak
+from benchmarks.measure import mean_divergence, peak_bytes, reset_peak
 from benchmarks.training import device
 from factorpack.methods import METHODS, from_fields
 
@@ -206,21 +206,8 @@ def _quality(net: nn.Module, packed: fp.Packed, held_out: list[Any]) -> Row:
 
 
 def measure_divergence(net: nn.Module, packed: fp.Packed, batches: list[Any]) -> float:
-    """Mean Kullback-Leibler divergence of the packed model's predictions from the original's, in nats."""
-    other = packed.load_into(copy.deepcopy(net))
-    total, count = 0.0, 0
-    for batch in batches:
-        before, after = (_log_probabilities(each, batch) for each in (net, other))
-        total += float((before.exp() * (before - after)).sum())
-        count += len(before)
-    return total / count
-
-
-def _log_probabilities(net: nn.Module, batch: Any) -> Tensor:
-    with torch.inference_mode():
-        output = net(**batch) if isinstance(batch, dict) else net(batch)
-        logits: Tensor = getattr(output, "logits", output)
-        return logits.flatten(0, -2).double().log_softmax(-1)
+    """`mean_divergence` of the packed model's predictions from the original's."""
+    return mean_divergence(net, packed.load_into(copy.deepcopy(net)), batches)
 
 
 def _parameters(net: nn.Module) -> int:

@@ -164,7 +164,12 @@ def compress(
 def _check_combination(
     source: Checkpoint, method: Method | None, budgets: Sequence[float], calibration: object, planning: object
 ) -> None:
-    """Refuses what does not go together."""
+    """Refuses what does not go together, and what is no method."""
+    if method is not None and not isinstance(method, Method):
+        raise PlanError(
+            f"the method is {method!r}, expected an object that has its settings, as fp.Scalar(4)",
+            found=method,
+        )
     streamable = isinstance(source, str | Path) and budgets
     if calibration is not None and not isinstance(source, nn.Module) and not streamable:
         raise SourceError(

@@ -70,8 +70,9 @@ def _build_by_name(collection: _Collection, name: str) -> object:
 
 
 def _reason(module_name: str, error: Exception) -> str:
-    if module_name in _COLLECTIONS and isinstance(error, ModuleNotFoundError) and error.name == module_name:
-        return f"{module_name} is not installed: pip install {module_name}"
+    package = module_name.partition(".")[0]
+    if package in _COLLECTIONS and isinstance(error, ModuleNotFoundError) and error.name == package:
+        return f"{package} is not installed: pip install {package}"
     return str(error)
 
 

@@ -212,6 +212,10 @@ class Packed(Mapping[str, Encoded]):
 
 def save(packed: Packed, path: str | Path) -> None:
     """Writes a packed model. The file appears under its name only when it is whole."""
+    if not isinstance(packed, Packed):
+        raise SourceError(
+            f"a {type(packed).__name__} cannot be saved, expected what fp.compress or fp.load returns"
+        )
     write_packed(path, packed.items(), packed.aliases, packed._streams)
     packed._reader = Reader(path)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from factorpack.checkpoints.entry import Entry, Note
+from factorpack.checkpoints.file_kind import ENDINGS, PICKLED, SHARDS, kind_of
 from factorpack.checkpoints.gguf_file import read_gguf
 from factorpack.checkpoints.nested_weights import find_weights
 from factorpack.checkpoints.npz_file import read_npz
@@ -26,9 +27,6 @@ from factorpack.format.streams import raw_bytes
 from factorpack.record import LayerMoments, LayerSample, weight_of
 from factorpack.weight import Weight
 
-PICKLED = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-"""Endings of torch files; `.pth.tar` is one and no archive of files."""
-SHARDS = (".safetensors", *PICKLED)
 SINGLE_FILES = {".npz": read_npz, ".gguf": read_gguf}
 _INDEXES = (
     "model.safetensors.index.json",
@@ -133,6 +131,9 @@ def open_source(source: Checkpoint, key: str | None = None) -> Source:
             if isinstance(module, TRANSPOSED)
         }
         return replace(_from_state_dict(source.state_dict(keep_vars=False)), transposed_groups=groups)
+    if not isinstance(source, Mapping):
+        what = f"the class {source.__name__}" if isinstance(source, type) else f"a {type(source).__name__}"
+        raise SourceError(f"the source is {what}, expected a model, a state dict or a path")
     return _from_state_dict(source)
 
 
@@ -170,10 +171,10 @@ def _return_always(value: Tensor) -> Callable[[], Tensor]:
 
 def _open_named(path: Path, key: str | None) -> Source:
     """What a caller names: a folder, an index or a file. A file's names are without what wrappers added."""
-    if key is not None and (path.is_dir() or path.suffix not in PICKLED):
+    if key is not None and (path.is_dir() or kind_of(path) not in PICKLED):
         raise SourceError(f"the key {key!r} is for a torch file ({', '.join(PICKLED)}), and {path} is none")
     opened = _open_path(path, key)
-    is_one_file = path.is_file() and path.suffix in SHARDS
+    is_one_file = path.is_file() and kind_of(path) in SHARDS
     return _without_wrapper(opened, path.name) if is_one_file else opened
 
 
@@ -181,19 +182,24 @@ def _open_path(path: Path, key: str | None = None) -> Source:
     if path.is_dir():
         return _open_folder(path)
     if not path.exists():
-        raise SourceError(f"there is no file or folder {path}")
-    if path.name.endswith(".index.json"):
+        raise SourceError(
+            f"there is no file or folder {path}: checkpoints are read from this machine, and nothing is downloaded"
+        )
+    kind = kind_of(path)
+    if kind == ".index.json":
         return _open_index(path)
-    if path.suffix == ".safetensors":
+    if kind == ".safetensors":
         return Source(dict(read_safetensors(path)))
-    if path.suffix in PICKLED:
+    if kind in PICKLED:
         return _open_torch_file(path, key)
-    if path.suffix in SINGLE_FILES:
-        entries, notes = SINGLE_FILES[path.suffix](path)
+    if kind in SINGLE_FILES:
+        entries, notes = SINGLE_FILES[kind](path)
         ordered = {name: entries[name] for name in sorted(entries, key=natural_key)}
         return Source(ordered, notes=notes)
-    allowed = ", ".join((*SHARDS, *SINGLE_FILES, ".index.json"))
-    raise SourceError(f"{path.name} ends in {path.suffix!r}, expected one of {allowed}, or a folder")
+    raise SourceError(
+        f"{path.name} ends in {path.suffix!r} and does not begin as a checkpoint does, expected one of "
+        f"{', '.join(ENDINGS)}, or a folder"
+    )
 
 
 def _open_torch_file(path: Path, key: str | None) -> Source:
@@ -239,7 +245,9 @@ def _open_folder(folder: Path) -> Source:
             check_inside(folder, folder / name)
             opened = _open_path(folder / name)
             return _merge_tied_heads(opened) if _has_tied_head(folder / "config.json") else opened
-    raise SourceError(f"the folder {folder} holds none of {', '.join((*_INDEXES, *_SINGLES))}")
+    found = sorted(path.name for path in folder.iterdir() if path.is_file() and kind_of(path) in ENDINGS)
+    instead = f"; name one of its files: {', '.join(found[:5])}" if found else ""
+    raise SourceError(f"the folder {folder} holds none of {', '.join((*_INDEXES, *_SINGLES))}{instead}")
 
 
 def check_inside(folder: Path, path: Path) -> None:

@@ -16,15 +16,15 @@ from safetensors.torch import load_file
 
 import factorpack as fp
 from factorpack import commands
+from factorpack.commands import command_line
 from tests.commands.running import invoke, printed, run
 from tests.helpers import assert_same_tensor
 
 
 def test_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["factorpack", "--version"])
-    monkeypatch.delitem(
-        sys.modules, "factorpack.__main__", raising=False
-    )  # another test may have imported it
+    # Another test may have imported it.
+    monkeypatch.delitem(sys.modules, "factorpack.__main__", raising=False)
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("factorpack", run_name="__main__")
     assert not ended.value.code
@@ -116,3 +116,12 @@ def test_sigterm_ends_a_command_as_ctrl_c_does(
         signal.signal(signal.SIGTERM, before)
     assert any(name.endswith(".lock") for name in seen)
     assert {path.name for path in tmp_path.iterdir()} == given
+
+
+def test_help_wraps_where_the_terminal_ends() -> None:
+    """Lines of our own, broken once more by a narrow terminal, would be ragged."""
+    text = command_line("compress").help
+    prose, _, examples = text.partition("Examples:")
+    assert all(len(paragraph.splitlines()) <= 1 for paragraph in prose.split("\n\n"))
+    assert examples.count("\n    factorpack compress ") >= 10
+    assert "never over it, at most 1 % under. That needs" in prose

@@ -387,3 +387,23 @@ class TestCommand:
 
     def test_a_folder_of_plain_weights(self, folder: Path, tmp_path: Path) -> None:
         assert "is a folder of plain weights" in failure("export", folder, "--safetensors", tmp_path / "a")
+
+
+@NEEDED
+@pytest.mark.parametrize("dtype", ["f32", "q8_0"])
+def test_llama_cpp_predicts_what_transformers_does(
+    dtype: str, folder: Path, tmp_path: Path, transformers: Any
+) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama.cpp comes with llama-cpp-python")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG)).eval()
+    path = tmp_path / "model.gguf"
+    fp.gguf.export(packed(dict(model.state_dict())), path, like=folder, dtype=dtype, tokenizer=False)
+    tokens = list(range(1, 20))
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+    opened = llama_cpp.Llama(str(path), n_ctx=32, n_threads=1, logits_all=True, verbose=False)
+    opened.eval(tokens)
+    found = torch.tensor(np.array(opened.scores[: len(tokens)]))
+    error = (found - expected).norm() / expected.norm()
+    assert error < (1e-3 if dtype == "f32" else 3e-2)

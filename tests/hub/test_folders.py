@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import factorpack as fp
@@ -193,3 +194,40 @@ def test_a_tokenizer_alone_is_no_model(transformers: Any, tmp_path: Path) -> Non
     save_tokenizer(transformers, tmp_path)
     with pytest.raises(SourceError, match="is not a model folder"):
         fp.hub.from_pretrained(tmp_path)
+
+
+def test_opening_draws_no_bar_and_leaves_the_library_as_it_was(
+    folder: Path, transformers: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    transformers.utils.logging.enable_progress_bar()
+    try:
+        fp.hub.from_pretrained(folder)
+        assert capfd.readouterr() == ("", "")
+        assert transformers.utils.logging.is_progress_bar_enabled()
+    finally:
+        transformers.utils.logging.disable_progress_bar()
+
+
+def test_a_base_without_the_head_that_its_config_names(
+    tmp_path: Path, transformers: Any, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As sentence transformers are published: their configs are those of the model before it was tuned."""
+    model = bert(transformers)
+    model.save_pretrained(tmp_path / "plain")  # type: ignore[operator]
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    config["architectures"] = ["BertForMaskedLM"]
+    (tmp_path / "plain" / "config.json").write_text(json.dumps(config))
+    packed_folder(tmp_path / "plain", tmp_path / "small")
+    capfd.readouterr()
+    with caplog.at_level("INFO", "factorpack"):
+        opened = fp.hub.from_pretrained(tmp_path / "plain")
+    assert capfd.readouterr() == ("", "")
+    assert "has the weights of a BertModel, without the head of the BertForMaskedLM" in caplog.text
+    for name, value in model.state_dict().items():
+        assert torch.equal(opened.state_dict()[name], value)
+    assert type(fp.hub.from_pretrained(tmp_path / "small")) is type(model)
+    (tmp_path / "plain" / "model.safetensors").unlink()
+    del (state := dict(model.state_dict()))["embeddings.word_embeddings.weight"]
+    save_file(state, tmp_path / "plain" / "model.safetensors")
+    with pytest.raises(SourceError, match=r"lacks .* tensors of a BertForMaskedLM"):
+        fp.hub.from_pretrained(tmp_path / "plain")

@@ -134,6 +134,8 @@ def check_max_bytes(max_bytes: int) -> None:
 
 def budget_bytes(source: Source, ratio: float | None, max_bytes: int | None = None) -> int:
     """`max_bytes` where it is given, else bytes of a file `ratio` times smaller than the checkpoint in FP32."""
+    if not source.entries:
+        raise PlanError("a budget has nothing to divide: the source has no tensors")
     if max_bytes is not None:
         return max_bytes
     if not isinstance(ratio, int | float) or not 1 < ratio < LARGEST_RATIO:

@@ -124,7 +124,11 @@ def choose_fixed(request: BudgetRequest) -> tuple[dict[str, Choice], list[str]]:
     fixed = {name: choice for name, choice in plan.items() if choice.by_caller or choice.method.keeps}
     coded = [name for name in plan if name not in fixed]
     if not coded:
-        raise PlanError("there is no weight to compress: all tensors are vectors, integers or excluded")
+        types = sorted({str(entry.dtype).removeprefix("torch.") for entry in request.source.entries.values()})
+        raise PlanError(
+            "there is no weight to compress: weights are matrices and kernels of 16 to 64 bits that are not "
+            f"excluded, and the tensors are vectors or of other types ({', '.join(types)})"
+        )
     return fixed, coded
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from factorpack.batches import evaluating
 from factorpack.calibration.matched_inputs import input_shape, make_matched_inputs, norms_of
 from factorpack.calibration.sampled_texts import sample_texts, why_not_a_text
-from factorpack.errors import PlanError
+from factorpack.errors import PlanError, SourceError
 from factorpack.methods.settings import check_type
 from factorpack.passes.resident import resident_of
 from factorpack.progress import Showing
@@ -49,6 +50,10 @@ class Synthetic:
 
 def read_calibration(given: Any) -> Any:
     """Calibration data as they are; the word "synthetic" becomes a `Synthetic`."""
+    if isinstance(given, str | Path) and given != SYNTHETIC:
+        raise SourceError(
+            f"calibration is {str(given)!r}, expected batches of inputs or 'synthetic'; the command line reads folders"
+        )
     return Synthetic() if isinstance(given, str) and given == SYNTHETIC else given
 
 

@@ -56,9 +56,9 @@ def opening(folder: Folder) -> Iterator[None]:
     for each in folder.path.rglob("*"):
         check_inside(folder.path, each)
     safe_config(folder)
-    import_library(folder.library)
+    library = import_library(folder.library)
     try:
-        with _offline():
+        with _offline(), _silent(library):
             yield
     except FactorpackError:
         raise
@@ -79,6 +79,21 @@ def _offline() -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
+
+
+@contextmanager
+def _silent(library: Any) -> Iterator[None]:
+    """The libraries draw bars on standard error, to a file or a pipe too, and log what our errors say."""
+    logs = library.utils.logging
+    shown, verbosity = logs.is_progress_bar_enabled(), logs.get_verbosity()
+    logs.disable_progress_bar()
+    logs.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logs.set_verbosity(verbosity)
+        if shown:
+            logs.enable_progress_bar()
 
 
 def safe_config(folder: Folder) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def _torchscript_error(path: Path) -> SourceError:
         "is a TorchScript archive, a program with its weights, and factorpack never runs code from a checkpoint. "
         "If you trust it, save its weights with these two lines and use them:"
     )
-    error.add_note(f"state = torch.jit.load({path.name!r}, map_location='cpu').state_dict()")
+    error.add_note(f"state = torch.jit.load({str(path)!r}, map_location='cpu').state_dict()")
     error.add_note(f"torch.save(dict(state), {f'{path.stem}-weights.pt'!r})")
     return error
 
@@ -133,7 +133,7 @@ def _refusal(path: Path, pickled: bytes, error: Exception) -> SourceError:
         refused.add_note(
             "If you trust it, these two lines, which run its code, make a file that can be read:"
         )
-        refused.add_note(f"found = torch.load({path.name!r}, map_location='cpu', weights_only=False){key}")
+        refused.add_note(f"found = torch.load({str(path)!r}, map_location='cpu', weights_only=False){key}")
         saved = "found.state_dict()" if is_module else "found"
         refused.add_note(f"torch.save({saved}, {f'{path.stem}-weights.pt'!r})")
     return refused

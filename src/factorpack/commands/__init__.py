@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import cleandoc
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -109,8 +110,15 @@ def _wants_json() -> bool:
 def command_line(name: str) -> Any:
     """A command as the parser sees it, with its options."""
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    alone.command(name)(with_shared_options(COMMANDS[name].load()))
+    function = COMMANDS[name].load()
+    alone.command(name, help=_flowing(function.__doc__ or ""))(with_shared_options(function))
     return typer.main.get_command(alone)
+
+
+def _flowing(text: str) -> str:
+    """A docstring whose paragraphs break where the terminal ends; examples, which are indented, keep their lines."""
+    parts = cleandoc(text).split("\n\n")
+    return "\n\n".join(part if part.startswith(" ") else part.replace("\n", " ") for part in parts)
 
 
 app = typer.Typer(

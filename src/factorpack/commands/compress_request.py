@@ -18,7 +18,7 @@ from factorpack.commands.method_options import MethodOptions
 from factorpack.compression import compress
 from factorpack.engine import Engine
 from factorpack.errors import PlanError
-from factorpack.format.container import check_target
+from factorpack.format.container import check_ending, check_target
 from factorpack.format.overwrite import check_output
 from factorpack.hub.load import from_pretrained, tokenizer_of
 from factorpack.hub.resumed_folder import identify_run, resume_folder
@@ -126,6 +126,7 @@ class CompressRequest:
             check_output(output, self.curves)
         if not self._makes_folder(output):
             check_target(output)
+            check_ending(output)
 
     def advise(self) -> None:
         """Says what a model that has no calibration data could have."""

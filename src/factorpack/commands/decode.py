@@ -5,7 +5,7 @@ from __future__ import annotations
 from factorpack.commands.console import print_json, print_line
 from factorpack.commands.options import DecodedBytes, Json, Output, PackedFile
 from factorpack.commands.shared_options import shows_bar
-from factorpack.format.container import check_target
+from factorpack.format.container import check_ending, check_target
 from factorpack.format.overwrite import check_output
 from factorpack.packed import load
 from factorpack.report.text import human_bytes
@@ -20,6 +20,7 @@ def decode(file: PackedFile, output: Output, max_bytes: DecodedBytes = None, as_
     """
     check_output(output, file)
     check_target(output)
+    check_ending(output)
     load(file, max_bytes).decode_to(output, progress=shows_bar(as_json))
     written = output.stat().st_size
     if as_json:

@@ -13,6 +13,7 @@ from factorpack.commands.console import print_json, print_line
 from factorpack.commands.options import ImageSize, Json, OptionalModel
 from factorpack.commands.shared_options import shows_bar
 from factorpack.errors import PlanError, SourceError
+from factorpack.format.container import check_ending
 from factorpack.format.overwrite import check_output
 from factorpack.gguf.write_gguf import PLAIN, TYPES
 from factorpack.gguf.write_gguf import export as export_gguf
@@ -164,6 +165,7 @@ def _export_safetensors(packed: Packed, path: Path, dtype: str | None, as_json: 
     if dtype is not None and dtype not in PLAIN:
         raise PlanError(f"--dtype is {dtype!r}, a safetensors file takes {', '.join(PLAIN)}")
     check_output(path, packed.path)
+    check_ending(path)
     packed.decode_to(path, progress=shows_bar(as_json), dtype=None if dtype is None else PLAIN[dtype])
     written = path.stat().st_size
     if as_json:

@@ -19,7 +19,7 @@ from factorpack.commands.options import BatchSize, Data, ImageSize, Json, Model,
 from factorpack.commands.shared_options import shows_bar
 from factorpack.compression import compress
 from factorpack.errors import PlanError
-from factorpack.format.container import check_target, is_packed
+from factorpack.format.container import check_ending, check_target, is_packed
 from factorpack.format.locks import locked
 from factorpack.format.overwrite import check_output
 from factorpack.methods.settings import build_settings
@@ -58,6 +58,7 @@ class FinetuneRequest:
             check_target(target)
             check_output(target, self.source, self.teacher, self.recipe, self.images.folder)
         check_output(self.output, self.checkpoint)
+        check_ending(self.output)
 
     def run(self, progress: bool) -> Packed | None:
         """Trains and saves; None in the processes of a run that save nothing."""

@@ -33,6 +33,8 @@ from factorpack.kinds import KINDS
 from factorpack.record import DTYPES, Encoded, dtype_name
 
 METADATA_KEY = "factorpack"
+OTHER_ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".npz", ".gguf", ".onnx")
+"""Names of files that other programs open as something else than safetensors."""
 SMALL_BYTES = 16384
 """Smaller streams share one entry: a separate entry costs about 100 bytes of header."""
 
@@ -88,9 +90,22 @@ def check_target(path: Path) -> None:
         raise SourceError(f"there is no folder {path.parent} to write {path.name} into")
     if path.is_dir():
         raise SourceError(f"{path} is a folder, expected a file to write")
+    if path.name == "-":
+        raise SourceError("'-' is no file: a result cannot go to standard output, name a file to write")
+    if path.exists() and not path.is_file():
+        raise SourceError(f"{path} is a device or a pipe, expected a file to write")
     if not os.access(path.parent, os.W_OK):
         raise SourceError(
             f"{path.name} cannot be written: the folder {path.parent} is read-only for this user"
+        )
+
+
+def check_ending(path: Path) -> None:
+    """Refuses a name that would make other programs open a safetensors file as something else."""
+    if path.suffix.lower() in OTHER_ENDINGS:
+        raise SourceError(
+            f"{path.name} ends in {path.suffix!r}, and what is written is a safetensors file: "
+            f"name it {path.with_suffix('.safetensors').name}"
         )
 
 

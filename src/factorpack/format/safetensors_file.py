@@ -46,6 +46,11 @@ class SafetensorsFile:
             if not os.path.samestat(os.fstat(self._handle), os.stat(path)):
                 raise FormatError(f"{path} was replaced while it was opened: open it again")
         except (SafetensorError, OSError) as error:
+            other = _other_kind(path)
+            if other is not None:
+                raise FormatError(
+                    f"{path} is not a packed file: it is {other}, and `factorpack compress` packs checkpoints"
+                ) from error
             raise FormatError(f"{path} is not a complete safetensors file: {error}") from error
         # safetensors takes a name that appears twice, and uses the last.
         header = parse_counted(self._header(length))
@@ -69,6 +74,23 @@ class SafetensorsFile:
             found.append(piece)
             start, count = start + len(piece), count - len(piece)
         return b"".join(found)
+
+
+def _other_kind(path: Path) -> str | None:
+    """What a file is that people take for a packed one."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(4)
+    except OSError:
+        return None
+    return next((words for start, words in _BEGINNINGS.items() if head.startswith(start)), None)
+
+
+_BEGINNINGS = {
+    b"PK\x03\x04": "a torch file or another archive",
+    b"\x80\x02\x8a\x0a": "a torch file",
+    b"GGUF": "a GGUF file",
+}
 
 
 def _check_extent(file: SafetensorsFile, length: int) -> None:

@@ -5,6 +5,7 @@ The class must come from transformers or diffusers.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from factorpack.runtime.apply import Mode
 from factorpack.source import open_source, read_config
 
 GENERATION = "generation_config.json"
+_LOGGER = logging.getLogger(__name__)
 
 
 def from_pretrained(
@@ -156,8 +158,33 @@ def _stored_weights(folder: Folder) -> _Weights:
 
 
 def _fill(folder: Folder, state: dict[str, Tensor], given: dict[str, Any]) -> nn.Module:
-    """A transformers model from a state dict in memory; its class knows old names and ties."""
-    model, loading = model_class(folder).from_pretrained(
+    """A transformers model from a state dict in memory; its class knows old names and ties.
+
+    A config may name the class that was trained where the folder has that one's base alone, without a head: the
+    base opens then, as with transformers' AutoModel.
+    """
+    named = model_class(folder)
+    model, loading = _filled(folder, named, state, given)
+    base = _base_class(folder)
+    if _absent(loading) and base is not None and base is not named:
+        found, fits = _filled(folder, base, state, given)
+        if not _absent(fits):
+            _LOGGER.info(
+                "%s has the weights of a %s, without the head of the %s that its config names",
+                *(folder.path, base.__name__, folder.architecture),
+            )
+            model, loading = found, fits
+    _check_complete(folder, loading)
+    model.config.name_or_path = str(folder.path)
+    opened: nn.Module = model
+    return opened
+
+
+def _filled(
+    folder: Folder, factory: Any, state: dict[str, Tensor], given: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """A model of a class, and what of it the state dict did not have."""
+    model, loading = factory.from_pretrained(
         None,
         config=library_config(folder),
         state_dict=state,
@@ -166,15 +193,21 @@ def _fill(folder: Folder, state: dict[str, Tensor], given: dict[str, Any]) -> nn
         trust_remote_code=False,
         **given,
     )
-    _check_complete(folder, loading)
-    model.config.name_or_path = str(folder.path)
-    opened: nn.Module = model
-    return opened
+    return model, loading
+
+
+def _base_class(folder: Folder) -> Any:
+    """The class of a model without any head; None where transformers has none, or several."""
+    found = import_library("transformers").MODEL_MAPPING.get(type(library_config(folder)), None)
+    return found if isinstance(found, type) else None
+
+
+def _absent(loading: dict[str, Any]) -> list[str]:
+    return sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
 
 
 def _check_complete(folder: Folder, loading: dict[str, Any]) -> None:
-    absent = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
-    if absent:
+    if absent := _absent(loading):
         raise SourceError(
             f"{folder.path} lacks {len(absent)} tensors of a {folder.architecture}, the first is {absent[0]}"
         )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MAX_WORKERS, MAX_SIDE = 64, 4096
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
+ENDINGS = f"expected files that end in {', '.join(sorted(SUFFIXES))}"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -41,7 +42,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             if path.suffix.lower() in SUFFIXES
         ]
         if not self.files:
-            raise SourceError(f"{self.folder} holds no class folders with images, {sorted(SUFFIXES)}")
+            raise SourceError(f"{self.folder} holds no class folders with images, {ENDINGS}")
 
     def part(self, places: Sequence[int], augment: bool = False) -> ImageFolder:
         """Some of the images, under the same class numbers."""
@@ -63,11 +64,10 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 def unlabelled_batches(folder: Path, samples: int, side: int = 224, batch_size: int = 32) -> Iterator[Tensor]:
     """Batches of up to `samples` images from anywhere below a folder, evenly spaced over all of them."""
     _check("the image size", side, 1, MAX_SIDE)
-    if not folder.is_dir():
-        raise SourceError(f"there is no folder {folder}")
+    _check_folder(folder)
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not files:
-        raise SourceError(f"{folder} holds no images, {sorted(SUFFIXES)}")
+        raise SourceError(f"{folder} holds no images, {ENDINGS}")
     count = min(samples, len(files))
     chosen = [files[index * len(files) // count] for index in range(count)]
     for start in range(0, count, batch_size):
@@ -76,10 +76,16 @@ def unlabelled_batches(folder: Path, samples: int, side: int = 224, batch_size: 
         )
 
 
+def _check_folder(folder: Path) -> None:
+    if not folder.exists():
+        raise SourceError(f"there is no folder {folder}")
+    if not folder.is_dir():
+        raise SourceError(f"{folder} is a file, expected a folder of images")
+
+
 def image_folder(data: Path, split: str) -> Path:
     """`data/split` if there is such a folder, else `data` itself."""
-    if not data.is_dir():
-        raise SourceError(f"there is no folder {data}")
+    _check_folder(data)
     return data / split if (data / split).is_dir() else data
 
 

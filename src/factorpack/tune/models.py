@@ -20,10 +20,16 @@ def load_weights(model: nn.Module, file: Path, key: str | None = None) -> nn.Mod
     opened = open_source(file, key).fitted(model.state_dict(), file.name).say()
     state = {name: entry.load() for name, entry in opened.entries.items()}
     state |= {alias: state[target] for alias, target in opened.aliases.items()}
+    targets = model.state_dict()
+    if missing_or_extra := set(targets) ^ set(state):
+        missing, extra = (sorted(missing_or_extra & set(names)) for names in (targets, state))
+        raise SourceError(
+            f"{file} does not fit the model: the model lacks {extra[:5]}, the file lacks {missing[:5]}"
+        )
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        raise SourceError(f"{file} does not fit the model: {error}") from error
+        raise SourceError(f"{file} does not fit the model: {' '.join(str(error).split())}") from error
     return model
 
 
