@@ -22,7 +22,9 @@ from tests.helpers import assert_same_tensor
 
 def test_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["factorpack", "--version"])
-    monkeypatch.delitem(sys.modules, "factorpack.__main__", raising=False)  # another test may have imported it
+    monkeypatch.delitem(
+        sys.modules, "factorpack.__main__", raising=False
+    )  # another test may have imported it
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("factorpack", run_name="__main__")
     assert not ended.value.code
