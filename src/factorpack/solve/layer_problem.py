@@ -232,7 +232,7 @@ def restoring_factor(values: Tensor, codes: Tensor, step: float) -> float:
     relative squared error d, and noise. The noise averages out over a layer's many inputs, but the signal is
     smaller for good. |w|^2 / <w, w'> makes it whole, and the noise no larger than MOST_RESTORED allows.
     """
-    unit = values.double() / step
+    unit = values / step
     kept = float((unit * codes).sum())
     return min(max(float(unit.square().sum()) / kept, 1.0), MOST_RESTORED) if kept > 0 else 1.0
 
