@@ -37,7 +37,7 @@ def predictions(
     model: nn.Module, images: Tensor, batch: int = 50, prepare: Callable[[Tensor], Tensor] = normalized
 ) -> Tensor:
     """Logits of byte images, (n, classes), on the model's device."""
-    device = next(model.parameters()).device
+    device = next(model.parameters(), images).device
     with torch.inference_mode():
         chunks = [model(prepare(chunk.to(device))).float().cpu() for chunk in images.split(batch)]
     return torch.cat(chunks)

@@ -43,6 +43,7 @@ CHOSEN: dict[str, tuple[dict[str, Any], ...]] = {
             "try_plain": False,
             "row_steps": True,
             "smooth": True,
+            "restore_size": True,
         },
         {"bits": 4, "tile": 1},
     ),

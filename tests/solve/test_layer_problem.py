@@ -18,6 +18,7 @@ from factorpack.solve.layer_problem import (
     LayerProblem,
     layer_problem,
     layer_problems,
+    restoring_factor,
     smooth_inputs,
     tile_basis,
 )
@@ -324,3 +325,22 @@ def assert_alike(
         )
         for size in ("rms", "largest", "mean_importance"):
             assert getattr(problem, size) == pytest.approx(getattr(alone, size), rel=1e-4)
+
+
+def test_restored_values_are_as_long_along_the_original() -> None:
+    problem = LayerProblem(seeded(1, 40, 30), None, None)
+    step = 1.3
+    codes, _ = problem.round(torch.tensor([step]), price=0.15)
+    stored = step * codes[0]
+    before = float((problem.latent * stored).sum() / problem.latent.square().sum())
+    factor = restoring_factor(problem.latent, codes[0], step)
+    assert before < 0.95
+    assert factor * before == pytest.approx(1.0)
+
+
+def test_restoring_has_limits() -> None:
+    values = seeded(1, 20, 10)
+    few = torch.where(values.abs() == values.abs().max(), values.sign(), 0.0)
+    assert restoring_factor(values, torch.zeros_like(values), 1.0) == 1.0
+    assert restoring_factor(values, few, 1.0) == 2.0
+    assert restoring_factor(values, 2 * values, 1.0) == 1.0

@@ -1,4 +1,7 @@
-"""Mean outputs restored without data: a batch norm's running mean says what mean inputs its layer had."""
+"""Mean outputs restored without data: a batch norm's running mean says what mean inputs its layer had.
+
+`mean_inputs` knows more of them, where a norm is in front of the layer too.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ import torch
 from torch import Tensor
 
 from factorpack.checkpoints.weight_names import natural_key
-from factorpack.record import bias_of
 from factorpack.source import Source
 
 RIDGE = 0.05
@@ -23,44 +25,60 @@ _MEAN = "running_mean"
 
 @dataclass(frozen=True, slots=True)
 class MeanOutput:
-    """A layer's mean output as its norm expects it, and the layer's mean inputs."""
+    """A layer's mean output as what follows expects it, and the layer's mean inputs."""
 
-    running_mean: Tensor
+    stored: Tensor
+    """The running mean of the norm behind the layer, or the layer's bias where there is none."""
     mean_inputs: Tensor
     """Per input channel; a depthwise layer has one per output channel."""
     before: Tensor
     """The mean output of the original weight, by `mean_inputs`."""
+    is_bias: bool = False
 
     def with_weight(self, weight: Tensor) -> Tensor:
-        """The running mean with which the norm's output has the same mean although the weight changed."""
-        change = _mean_output(_kernel_sums(weight), self.mean_inputs) - self.before
-        return (self.running_mean.double() + change.to(self.running_mean.device)).to(self.running_mean.dtype)
+        """What to store so that the mean behind norm or bias is the same although the weight changed."""
+        change = (_mean_output(_kernel_sums(weight), self.mean_inputs) - self.before).to(self.stored.device)
+        return (self.stored.double() + (-change if self.is_bias else change)).to(self.stored.dtype)
 
 
-def explain_mean(weight: Tensor, bias: Tensor | None, running_mean: Tensor) -> MeanOutput | None:
-    """Finds the mean inputs that explain a norm's running mean by least squares; None where nothing explains it."""
-    sums, wanted = _kernel_sums(weight), running_mean.double().to(weight.device)
-    if bias is not None:
-        wanted = wanted - bias.to(wanted)
+def explain_mean(
+    weight: Tensor, bias: Tensor | None, running_mean: Tensor, expected: Tensor | None = None
+) -> MeanOutput | None:
+    """Finds mean inputs that explain a norm's running mean; None where nothing explains it.
+
+    They are `expected`, or zero, and the least change to it, by least squares.
+    """
+    sums, wanted = _kernel_sums(weight), mean_before_bias(weight, bias, running_mean)
+    start = wanted.new_zeros(weight.shape[0 if sums.shape[1] == 1 else 1]) if expected is None else expected
+    left = wanted - _mean_output(sums, start)
     if sums.shape[1] == 1:
         power = sums.square().squeeze(1)
-        inputs = wanted * sums.squeeze(1) / (power + RIDGE * power.mean()).clamp_min(1e-300)
+        change = left * sums.squeeze(1) / (power + RIDGE * power.mean()).clamp_min(1e-300)
     else:
         gram = sums.T @ sums
         gram.diagonal().add_((RIDGE * gram.diagonal().mean()).clamp_min(1e-300))
-        inputs = torch.linalg.solve(gram, sums.T @ wanted)
-    before = _mean_output(sums, inputs)
-    left = (wanted - before).square().sum()
-    if not left <= (1 - LEAST_EXPLAINED) * wanted.square().sum():
+        change = torch.linalg.solve(gram, sums.T @ left)
+    before = _mean_output(sums, start + change)
+    if not (wanted - before).square().sum() <= (1 - LEAST_EXPLAINED) * wanted.square().sum():
         return None
-    return MeanOutput(running_mean, inputs, before)
+    return MeanOutput(running_mean, start + change, before)
 
 
-def explain_mean_of(source: Source, weight: str, running_mean: str) -> MeanOutput | None:
-    """`explain_mean` of tensors of a checkpoint, by their names."""
-    bias = source.entries.get(bias_of(weight))
-    tensors = source.entries[weight].load(), source.entries[running_mean].load()
-    return explain_mean(tensors[0], None if bias is None else bias.load(), tensors[1])
+def mean_before_bias(weight: Tensor, bias: Tensor | None, running_mean: Tensor) -> Tensor:
+    """What the weight alone adds to a running mean."""
+    wanted = running_mean.double().to(weight.device)
+    return wanted if bias is None else wanted - bias.to(wanted)
+
+
+def share_left(weight: Tensor, wanted: Tensor, expected: Tensor) -> float:
+    """The share of a mean output's energy that expected mean inputs leave unexplained."""
+    left = wanted - _mean_output(_kernel_sums(weight), expected)
+    return float(left.square().sum() / wanted.square().sum().clamp_min(1e-300))
+
+
+def keep_mean(weight: Tensor, bias: Tensor, mean_inputs: Tensor) -> MeanOutput:
+    """The mean output of a layer without a norm, to be kept by its bias."""
+    return MeanOutput(bias, mean_inputs, _mean_output(_kernel_sums(weight), mean_inputs), is_bias=True)
 
 
 def _kernel_sums(weight: Tensor) -> Tensor:
@@ -89,11 +107,15 @@ def running_means_after(source: Source, weights: Sequence[str]) -> dict[str, str
         if not source.transposed_groups.get(name)
     }
     names = list(source.entries)
-    is_sorted = names in (sorted(names), sorted(names, key=natural_key))
-    choose = _by_name if is_sorted else _by_place(names, weights)
+    choose = _by_name if is_sorted(names) else _by_place(names, weights)
     found = {name: choose(name, near) for name, near in candidates.items()}
     used = Counter(found.values())
     return {name: mean for name, mean in found.items() if mean is not None and used[mean] == 1}
+
+
+def is_sorted(names: Sequence[str]) -> bool:
+    """Whether names are in the order of a file, not in that of the layers."""
+    return list(names) in (sorted(names), sorted(names, key=natural_key))
 
 
 def _by_place(names: Sequence[str], weights: Sequence[str]) -> Callable[[str, Sequence[str]], str | None]:

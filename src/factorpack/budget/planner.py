@@ -80,7 +80,7 @@ class Planner:
     def method(self, step: float = 1.0, tile: int = 1, trellis: int = 0) -> SecondOrder:
         """The method of a weight at a step, in the basis of a tile (1: none), along a trellis (0: none)."""
         price, damping = self.price, self.damping
-        guesses = {"row_steps": True, "smooth": True}
+        guesses = {"row_steps": True, "smooth": True, "restore_size": True}
         return SecondOrder(step, None, tile, price, damping, trellis=trellis, try_plain=False, **guesses)
 
 

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from factorpack.batches import device_of
 from factorpack.budget.coding import Aim, Coded, at_once, encode_with_step, meet_together, works_together
-from factorpack.budget.following_norms import MeanOutput, explain_mean_of, running_means_after
+from factorpack.budget.following_norms import MeanOutput
 from factorpack.budget.journal import NOTHING_KEPT, Finished, Journal
 from factorpack.budget.knowledge import Knowledge
+from factorpack.budget.mean_inputs import explain_means
 from factorpack.budget.norms import correct_outputs
 from factorpack.budget.phases import coding_work
 from factorpack.budget.tensors import Tensors, zero_of
@@ -60,7 +61,7 @@ class SequentialCoder:
         self._compressed: nn.Module | None = None
         self._means = self._explained_means()
         self._corrected: dict[str, Tensor] = {}
-        """Running means of norms, where no data but the norm itself tells a layer's mean inputs."""
+        """Running means of norms, and biases, where no data but norms tell a layer's mean inputs."""
         self.streams = Streams()
         """What was encoded to measure the file, for whoever writes it."""
 
@@ -157,16 +158,10 @@ class SequentialCoder:
         return compressed
 
     def _explained_means(self) -> dict[str, tuple[str, MeanOutput]]:
-        """Weights, the running means behind them, and what explains those: without calibration data."""
-        source, planner = self._tensors.source, self._knowledge.planner
-        if self._knowledge.calibration is not None or not planner.correct_means:
+        """Weights, what keeps their mean outputs, and what explains those: without calibration data."""
+        if self._knowledge.calibration is not None or not self._knowledge.planner.correct_means:
             return {}
-        found = {}
-        for name, mean in running_means_after(source, self._tensors.coded).items():
-            explained = explain_mean_of(source, name, mean)
-            if explained is not None:
-                found[name] = (mean, explained)
-        return found
+        return explain_means(self._tensors.source, self._tensors.coded)
 
     def _correct_mean(self, name: str, encoded: Encoded) -> None:
         """Restores the mean output of a layer whose weight has new codes."""

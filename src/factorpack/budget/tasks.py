@@ -17,8 +17,9 @@ from torch import Tensor
 from factorpack.budget.candidates import plan_together, planning_bytes
 from factorpack.budget.coding import encode_with_steps, meet_bytes
 from factorpack.budget.curves import Curve, load_curves, save_curves
-from factorpack.budget.following_norms import explain_mean, running_means_after
+from factorpack.budget.following_norms import MeanOutput
 from factorpack.budget.goals import check_max_bytes
+from factorpack.budget.mean_inputs import explain_means
 from factorpack.budget.meet import meet_size
 from factorpack.budget.norm_bits import FEWEST_BITS, choose_norm_bits, count_norm_values
 from factorpack.budget.norms import small_leftovers
@@ -46,7 +47,6 @@ from factorpack.per_tensor import (
     write_part,
 )
 from factorpack.planning.rules import Choice
-from factorpack.record import bias_of
 from factorpack.weight import Weight
 
 
@@ -74,10 +74,11 @@ class TaskCoder:
         self._checkpoint, self._folder, self._engine = checkpoint, folder, engine
         self._checksums = checksums_of(request.source)
         fixed, self.order = choose_fixed(request)
+        explained = explain_means(request.source, self.order) if request.planner.correct_means else {}
         self._means = {
-            weight: (mean, fixed[mean])
-            for weight, mean in running_means_after(request.source, self.order).items()
-            if request.planner.correct_means and not fixed[mean].by_caller
+            weight: (kept, fixed[kept], output)
+            for weight, (kept, output) in explained.items()
+            if kept in fixed and not fixed[kept].by_caller
         }
         self._rows: dict[str, TensorRow] = {}
         self._files: dict[str, Path] = {}
@@ -142,7 +143,7 @@ class TaskCoder:
         self._files[name] = self._folder / work_file_name("zero", name, zero.shape, zero.dtype)
         behind = self._mean_behind(name, ("zero", self._checksums[name], name))
         if behind is not None:
-            _write_mean(behind, read_stored(self._stored(name)).values, decode(zero))
+            _write_mean(behind, decode(zero))
         write_part(self._files[name], name, zero)
         self._read_rows(name)
 
@@ -185,11 +186,10 @@ class TaskCoder:
         """The running mean that is corrected for a weight's codes, and the file it goes into."""
         if name not in self._means:
             return None
-        (mean, choice), bias = self._means[name], bias_of(name)
+        kept, choice, output = self._means[name]
         bits = self._norm_bits
-        self._files[mean] = self._folder / work_file_name("mean", self._checksums[mean], mean, bits, *key)
-        own = self._stored(bias) if bias in self._source.entries else None
-        return MeanBehind(self._stored(mean), choice, own, bits, self._files[mean])
+        self._files[kept] = self._folder / work_file_name("mean", self._checksums[kept], kept, bits, *key)
+        return MeanBehind(kept, choice, output, bits, self._files[kept])
 
     def _run(self, tasks: Sequence[Task], verb: str) -> None:
         """Makes the files that are not there yet, and reads how all of them are stored."""
@@ -238,11 +238,11 @@ def measure_curve(tensor: StoredTensor, bits: float, planner: Planner, file: Pat
 
 @dataclass(frozen=True, slots=True)
 class MeanBehind:
-    """The running mean of the norm behind a weight, and the weight's own bias."""
+    """What keeps the mean output of a weight: the running mean of the norm behind it, or its own bias."""
 
-    mean: StoredTensor
+    name: str
     choice: Choice
-    bias: StoredTensor | None
+    output: MeanOutput
     norm_bits: int
     file: Path
 
@@ -260,20 +260,17 @@ def encode_weight(
             else meet_bytes(weight, method, aim).encoded
         )
     if behind is not None:
-        _write_mean(behind, weight.values, decode(encoded))
+        _write_mean(behind, decode(encoded))
     write_part(file, tensor.name, encoded)
 
 
-def _write_mean(behind: MeanBehind, original: Tensor, weight: Tensor) -> None:
-    """The running mean that keeps the mean output of a weight as it was; unchanged where nothing explains it."""
-    mean = read_stored(behind.mean).values
-    bias = None if behind.bias is None else read_stored(behind.bias).values
-    explained = explain_mean(original, bias, mean)
-    if explained is not None:
-        mean = explained.with_weight(weight)
-    name = behind.mean.name
-    kept = small_leftovers({name: behind.choice.encode(Weight(mean))}, None, norm_bits=behind.norm_bits)
-    write_part(behind.file, name, kept[name])
+def _write_mean(behind: MeanBehind, weight: Tensor) -> None:
+    """The running mean, or bias, that keeps the mean output of a weight as it was."""
+    mean = behind.output.with_weight(weight)
+    kept = small_leftovers(
+        {behind.name: behind.choice.encode(Weight(mean))}, None, norm_bits=behind.norm_bits
+    )
+    write_part(behind.file, behind.name, kept[behind.name])
 
 
 def _read_curve(file: Path, name: str) -> Curve | None:

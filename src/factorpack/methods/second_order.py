@@ -34,6 +34,7 @@ from factorpack.solve.layer_problem import (
     LayerProblem,
     layer_problem,
     layer_problems,
+    restoring_factor,
     round_many,
     row_scales,
     smooth_inputs,
@@ -68,6 +69,8 @@ class SecondOrder(Method):
     """Without calibration data: whether rows of very unlike size get steps relative to their size, and no basis."""
     smooth: bool = False
     """Without calibration data: whether the basis over a kernel expects that neighbouring inputs are alike."""
+    restore_size: bool = False
+    """Without calibration data: whether the stored step makes up for what rounding towards zero took away."""
 
     name: ClassVar[str] = "second_order"
     title: ClassVar[str] = "error feedback, fixed width"
@@ -108,11 +111,10 @@ class SecondOrder(Method):
         assert self.step is not None
         problem = self.problem(weight)
         has_path = bool(self.trellis) and weight.layout.outputs >= SHORTEST
-        found = []
-        if not has_path or self.try_plain:
-            found.append(encode_at(problem, self.step, weight, self.price))
-        if has_path:
-            found.append(encode_at(problem, self.step, weight, self.price, self.trellis))
+        restores = self.restore_size and weight.inputs is None and weight.sensitivity is None
+        paths = [0] if not has_path or self.try_plain else []
+        paths += [self.trellis] if has_path else []
+        found = [encode_at(problem, self.step, weight, self.price, path, restores) for path in paths]
         encoded = found[0] if len(found) == 1 else min(found, key=coded_bytes)
         size = weight.filter_size
         note = f"no basis: {self.tile} does not divide the {size} weights of a filter"
@@ -189,11 +191,18 @@ def stored_step(step: float, trellis: int) -> Tensor:
 
 
 def encode_at(
-    problem: LayerProblem, step: float, weight: Weight, price: float = HIGH_RATE, trellis: int = 0
+    problem: LayerProblem,
+    step: float,
+    weight: Weight,
+    price: float = HIGH_RATE,
+    trellis: int = 0,
+    restore_size: bool = False,
 ) -> Encoded:
     """The weight's codes at one step, as a scalar or a factors tensor."""
     stored = stored_step(step, trellis).to(problem.latent.device)
     codes, _ = problem.round(stored.float().reshape(1), price, trellis)
+    if restore_size:
+        stored = storable(stored.float() * restoring_factor(problem.latent, codes[0], float(stored)))
     if problem.row_scales is not None:
         stored = storable(stored.float() * problem.row_scales.to(stored.device))
     largest = _checked(float(codes.abs().max()), step)

@@ -26,6 +26,8 @@ CODEBOOK_BITS = 8
 DAMPING = 0.03
 NEIGHBOURS = 0.5
 """The correlation of inputs one position apart that is expected without data: chosen on training images."""
+MOST_RESTORED = 2.0
+"""Values are multiplied by no more than this: where codes are nearly all zero, noise would be."""
 ROW_SPREAD, DEAD_ROW = 0.01, 2.0**-20
 FEWEST_ROWS = 64
 """A sample of rows has at least as many, where there are as many."""
@@ -221,6 +223,18 @@ def _pose(
         rows = _adapt_to_inputs(rows, second, cross.float(), damping, layers)
     in_basis = second if basis is None else _moments_in_basis(second, basis.matrix().to(second))
     return _to_latent(rows, basis), feedback_factor(in_basis, damping, layers)
+
+
+def restoring_factor(values: Tensor, codes: Tensor, step: float) -> float:
+    """What rounded values are multiplied by so that their part along the original is as long as the original.
+
+    Rounding that prices bits moves values towards zero: what is stored is about (1 - d) of the original, for a
+    relative squared error d, and noise. The noise averages out over a layer's many inputs, but the signal is
+    smaller for good. |w|^2 / <w, w'> makes it whole, and the noise no larger than MOST_RESTORED allows.
+    """
+    unit = values / step
+    kept = float((unit * codes).sum())
+    return min(max(float(unit.square().sum()) / kept, 1.0), MOST_RESTORED) if kept > 0 else 1.0
 
 
 def row_scales(rows: Tensor) -> Tensor | None:
