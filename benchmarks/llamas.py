@@ -157,20 +157,26 @@ def sampled_tokens(model: nn.Module, sequences: int, length: int, seed: int = 0)
 
 
 def story_tokens(sequences: int, length: int) -> Tensor:
-    """Windows of real stories, one after the other, each after the token that begins a text."""
+    """Windows of real stories: each starts with a story, and every story with the token that begins a text.
+
+    That is how the model saw them in training. Stories are separated by empty lines.
+    """
     path = WORK / "tinystories.txt"
     if not path.exists():
         raise SourceError(
             f"{path} was not found: put stories of the TinyStories dataset there, as plain text"
         )
     pieces = read_pieces(np.memmap(WORK / "llama2.data", np.uint8, "r"))
+    windows: list[list[int]] = []
     tokens: list[int] = []
-    for paragraph in path.read_text(encoding="utf-8").split("\n\n"):
-        tokens += encode_text(f"{paragraph.strip()}\n", pieces)
-        if len(tokens) >= sequences * (length - 1):
-            found = torch.tensor(tokens[: sequences * (length - 1)]).view(sequences, length - 1)
-            return nn.functional.pad(found, (1, 0), value=BEGIN)
-    raise SourceError(f"{path} has {len(tokens)} tokens, expected {sequences} windows of {length - 1}")
+    for story in path.read_text(encoding="utf-8").split("\n\n"):
+        tokens += [BEGIN, *encode_text(story.strip(), pieces)]
+        if len(tokens) >= length:
+            windows.append(tokens[:length])
+            tokens = []
+        if len(windows) == sequences:
+            return torch.tensor(windows)
+    raise SourceError(f"{path} has {len(windows)} windows of {length} tokens, expected {sequences}")
 
 
 def read_pieces(data: np.ndarray) -> dict[bytes, tuple[int, float]]:

@@ -71,3 +71,12 @@ def test_the_interpreter_starts_anew_each_time() -> None:
     assert launch.launch(torch.zeros(8)) is None
     launch.launch(torch.zeros(8))
     assert len(kernel.first) == 2
+
+
+def test_a_triton_that_takes_other_arguments_launches_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, tensor = Kernel(), torch.zeros(8)
+    monkeypatch.setattr(kernel, "run", lambda _: None)
+    launch = prepared(kernel)
+    launch.launch(tensor)
+    launch.launch(tensor)
+    assert kernel.first == 2 * [((3, 2, 1), (tensor, 10, 20), {"N": 5, "EVEN": True, "num_warps": 4})]

@@ -52,20 +52,26 @@ class Prepared:
         if run is not None:
             run(current_stream(device), *tensors)
             return run
-        settings = {**self._constants, **self._options}
-        compiled = self._kernel[self._grid](*tensors, *self._numbers, **settings)
+        compiled = self._launch_by_triton(*tensors)
         if compiled is None:
             return None
-        self._runs[kinds] = run = _bound(compiled, self._grid, (*self._numbers, *self._constants.values()))
+        rest = (*self._numbers, *self._constants.values())
+        self._runs[kinds] = run = _bound(compiled, self._grid, rest, self._launch_by_triton)
         return run
 
+    def _launch_by_triton(self, *tensors: Tensor | None) -> Any:
+        return self._kernel[self._grid](*tensors, *self._numbers, **self._constants, **self._options)
 
-def _bound(compiled: Any, grid: Grid, rest: tuple[object, ...]) -> Run:
+
+def _bound(compiled: Any, grid: Grid, rest: tuple[object, ...], by_triton: Callable[..., Any]) -> Run:
     """A launch of a compiled kernel. No hook of triton sees it: to look for one takes as long as a small kernel."""
     start, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     x, y, z = grid
 
     def run(stream: int, *tensors: Tensor | None) -> None:
-        start(x, y, z, stream, function, metadata, None, None, None, *tensors, *rest)
+        try:
+            start(x, y, z, stream, function, metadata, None, None, None, *tensors, *rest)
+        except TypeError:  # triton 3.6 takes these arguments; another version may take others
+            by_triton(*tensors)
 
     return run
