@@ -308,7 +308,10 @@ BAD: dict[str, tuple[Any, str]] = {
         ["image.jpg"],
         r"a calibration batch is a str; expected a tensor, an \(inputs, labels\) pair",
     ),
-    "a text for the data": ("folder", "a calibration batch is a str"),
+    "a text for the data": (
+        "folder",
+        "a calibration batch is a str|calibration is 'folder', expected batches",
+    ),
     "a lone dictionary": ({"images": IMAGES}, "a calibration batch is a str"),
     "an empty dictionary": ([{}], "a calibration batch is a dict"),
     "no tensors inside": ([{"images": [1, 2]}], "a calibration batch is a dict"),

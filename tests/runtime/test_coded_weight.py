@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,7 +21,7 @@ from factorpack.runtime.coded_weight import CodedWeight
 from factorpack.runtime.packed_layers import PackedLayer
 from factorpack.weight import Weight
 from tests.forking import run_forked
-from tests.helpers import assert_same_encoded, assert_same_tensor, seeded
+from tests.helpers import assert_close, assert_same_encoded, assert_same_tensor, seeded
 from tests.runtime.layer_cases import LAYERS, METHODS, compress
 
 
@@ -169,19 +168,17 @@ def test_it_compiles_in_one_graph(file: Path) -> None:
     assert graphs[0].count("decode_stream") >= 5
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore")
-def test_torch_compiles_packed_and_coded_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+def test_torch_compiles_packed_and_coded_layers() -> None:
+    """By all of the compiler but its code generator, which takes half a minute."""
     model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False))
     packed = compress(model, fp.Scalar(4))
     sizes = [packed.apply(copy.deepcopy(model), mode).resident_bytes for mode in ("coded", "packed")]  # type: ignore[arg-type]
     applied = packed.apply(model, "packed", max_memory=sum(sizes) // 2)
     assert {layer.mode for layer in applied.layers} == {"coded", "packed"}
     inputs = seeded(3, 128)
-    quick = {"compile_threads": 1, "cpp_cache_precompile_headers": False}
     with torch.inference_mode():
-        torch.testing.assert_close(torch.compile(model, options=quick)(inputs), model(inputs))  # type: ignore[arg-type]
+        assert_close(torch.compile(model, backend="aot_eager")(inputs), model(inputs))
 
 
 def test_the_operator_and_its_shape_agree() -> None:

@@ -203,7 +203,7 @@ class Reader(Mapping[str, Encoded]):
         self.path = Path(path)
         self._file = SafetensorsFile(self.path)
         self.file_bytes = self._file.bytes
-        if METADATA_KEY not in self._file.metadata:
+        if METADATA_KEY not in self._file.metadata and self._file.entries:
             raise FormatError(
                 f"{self.path} is not a packed file: it holds plain weights, which `factorpack compress` packs"
             )
