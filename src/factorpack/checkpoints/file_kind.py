@@ -5,13 +5,12 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
+from factorpack.format.safetensors_file import GGUF, LEGACY_TORCH, ZIP
+
 PICKLED = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 """Endings of torch files; `.pth.tar` is one and no archive of files."""
 SHARDS = (".safetensors", *PICKLED)
 ENDINGS = (*SHARDS, ".npz", ".gguf", ".index.json")
-_ZIP = b"PK\x03\x04"
-_LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"
-"""How `torch.save` began a file before it wrote zip archives: a pickled number of its own."""
 
 
 def kind_of(path: Path) -> str:
@@ -27,11 +26,11 @@ def kind_of(path: Path) -> str:
 def _kind_by_content(path: Path) -> str | None:
     with path.open("rb") as file:
         head = file.read(16)
-    if head.startswith(b"GGUF"):
+    if head.startswith(GGUF):
         return ".gguf"
-    if head.startswith(_LEGACY):
+    if head.startswith(LEGACY_TORCH):
         return ".pt"
-    if head.startswith(_ZIP):
+    if head.startswith(ZIP):
         return _kind_of_archive(path)
     length = int.from_bytes(head[:8], "little")
     return ".safetensors" if head[8:9] == b"{" and 8 + length <= path.stat().st_size else None

@@ -18,6 +18,9 @@ from factorpack.errors import FormatError
 from factorpack.format.untrusted_json import count_header, parse_counted, short
 
 METADATA = "__metadata__"
+ZIP, GGUF = b"PK\x03\x04", b"GGUF"
+LEGACY_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"
+"""How other files begin. `torch.save` put a pickled number of its own first before it wrote zip archives."""
 _MOST_READ = 1 << 30
 """Bytes that are read at a time: some systems read no more than 2 GB."""
 _LOCK = threading.Lock()
@@ -87,9 +90,9 @@ def _other_kind(path: Path) -> str | None:
 
 
 _BEGINNINGS = {
-    b"PK\x03\x04": "a torch file or another archive",
-    b"\x80\x02\x8a\x0a": "a torch file",
-    b"GGUF": "a GGUF file",
+    ZIP: "a torch file or another archive",
+    LEGACY_TORCH[:4]: "a torch file",
+    GGUF: "a GGUF file",
 }
 
 

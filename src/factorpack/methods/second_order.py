@@ -111,7 +111,7 @@ class SecondOrder(Method):
         assert self.step is not None
         problem = self.problem(weight)
         has_path = bool(self.trellis) and weight.layout.outputs >= SHORTEST
-        restores = self.restore_size and weight.inputs is None and weight.sensitivity is None
+        restores = self.restore_size and _is_unknown(weight)
         paths = [0] if not has_path or self.try_plain else []
         paths += [self.trellis] if has_path else []
         found = [encode_at(problem, self.step, weight, self.price, path, restores) for path in paths]
@@ -126,8 +126,7 @@ class SecondOrder(Method):
 
         def make() -> LayerProblem:
             rows, moments = weight.rows(), self.moments_of(weight)
-            unknown = weight.inputs is None and weight.sensitivity is None
-            scales = row_scales(rows) if self.row_steps and unknown else None
+            scales = row_scales(rows) if self.row_steps and _is_unknown(weight) else None
             if scales is not None:
                 return replace(layer_problem(rows / scales, None), row_scales=scales)
             second = moments.second if moments is not None else self._expected_inputs(weight, tile)
@@ -173,6 +172,11 @@ class SecondOrder(Method):
             codes, _ = round_with_feedback(latent, problem.factor, step, nearest)
         parts = {"codes": codes.reshape(rows.shape).to(torch.int8).contiguous(), "scale": scale}
         return weight.encoded("scalar", parts, {"codes": bits})
+
+
+def _is_unknown(weight: Weight) -> bool:
+    """Whether no calibration data have shown anything of a weight."""
+    return weight.inputs is None and weight.sensitivity is None
 
 
 def _same(problem: LayerProblem) -> LayerProblem:
