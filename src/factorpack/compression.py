@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from factorpack.batches import evaluating
+from factorpack.batches import device_of, evaluating
 from factorpack.budget.goals import LOSS_TRIES, budget_bytes, compress_to_bytes, compress_to_loss
 from factorpack.budget.phases import phases_of
 from factorpack.budget.planner import BudgetRequest, Planner
@@ -122,7 +122,8 @@ def compress(
         model, opened = open_streamed(Path(source), opened)
     _, rules = resolve_rules(recipe, opened, method, layers or {}, exclude, DEFAULT_METHOD, bool(budgets))
     kept = Path(curves) if curves is not None else None
-    planner = (planner or Planner()).settled(calibration is not None)
+    with_data = None if calibration is None else model
+    planner = (planner or Planner()).settled(None if with_data is None else device_of(with_data))
     tries = 0 if not budgets else 1 if max_loss is None else LOSS_TRIES
     phases = phases_of(tries, calibration is not None, isinstance(calibration, Synthetic))
     with Job(phases, progress) as job:

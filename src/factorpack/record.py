@@ -126,6 +126,8 @@ class LayerMoments:
     """E[u']: (groups, K)."""
     original_power: Tensor | None = None
     """E[(W u')^2], where W is the original weight: (groups, out/groups); None where the inputs are the same."""
+    row_weights: Tensor | None = None
+    """How much a squared error in each row of the weight counts, (out,); None: all the same."""
 
 
 def weight_of(layer: str) -> str:

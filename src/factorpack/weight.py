@@ -49,6 +49,11 @@ class Weight:
         """Values of one output filter."""
         return self.numel // self.layout.outputs
 
+    @property
+    def row_weights(self) -> Tensor | None:
+        """How much errors in each row count, (out,); None: all the same."""
+        return self.inputs.row_weights if isinstance(self.inputs, LayerMoments) else None
+
     def finite(self) -> Tensor:
         """The values in working precision, or a WeightError where no code can represent them."""
         values = self.values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -331,3 +332,31 @@ def test_the_latents_of_a_kernel_s_basis_decode_by_hand() -> None:
     codebook = parts["codebook"].double() * parts["codebook_scale"].double()
     latent = parts["latent"].double() * parts["latent_scale"].double()
     assert_close(decode(encoded), (codebook @ latent).T.reshape(6, 4, 3, 3))
+
+
+# -- rows that do not count the same -----------------------------------------------------------------
+
+
+def test_rows_that_count_more_have_finer_steps() -> None:
+    """Weights of 16 apart: steps four times apart, and so are the errors; the sum that counts is the least."""
+    layer, inputs = seeded_layer(nn.Linear(36, 200)), seeded(800, 36)
+    weights = torch.cat([torch.full((100,), 4.0), torch.full((100,), 0.25)])
+    moments = replace(moments_of(layer, inputs), row_weights=weights)
+    method = fp.SecondOrder(step=0.2, tile=9, price=0.0)
+    encoded = method.encode(Weight(layer.weight.detach(), 0, moments))
+    assert encoded.kind == "scalar"  # a basis has one step for all rows
+    steps = encoded.parts["scale"].float().flatten()
+    assert_close(steps[100:] / steps[:100], torch.full((100,), 4.0))
+    error = (decode(encoded) - layer.weight.detach()).square().mean(1)
+    assert 12 < float(error[100:].mean() / error[:100].mean()) < 20
+
+
+def test_rows_that_count_differently_adapt_to_changed_inputs_alike() -> None:
+    """At a fine step the weight is the adapted one, whatever its rows were divided by."""
+    layer, original = seeded_layer(nn.Linear(36, 20)), seeded(800, 36)
+    moments = moments_of(layer, original + 0.5 * seeded(800, 36, seed=1), original)
+    alike, unlike = (
+        decode(fp.SecondOrder(step=1e-3, price=0.0).encode(Weight(layer.weight.detach(), 0, each)))
+        for each in (moments, replace(moments, row_weights=torch.linspace(0.5, 2.0, 20)))
+    )
+    assert relative_error(unlike, alike) < 1e-3 < relative_error(alike, layer.weight.detach())

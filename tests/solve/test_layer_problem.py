@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import frexp
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from factorpack.solve.layer_problem import (
     layer_problem,
     layer_problems,
     restoring_factor,
+    scales_of_weights,
     smooth_inputs,
     tile_basis,
 )
@@ -224,6 +226,34 @@ def test_directions_the_inputs_do_not_show_keep_their_weight() -> None:
     latent = layer_problem(rows, moments_of(1.5 * original, original, rows), None, 1e-4).latent[0]
     assert_close(latent[:, 4:], rows[:, 4:])
     assert relative_error(latent[:, :4], rows[:, :4] / 1.5) < 1e-3
+
+
+def test_a_ridge_holds_the_weight_and_leaves_feedback_alone() -> None:
+    """W + (M - W H)(H + r I)^-1 in float64, r a share of the mean diagonal; the factor has the damping."""
+    original = seeded(1, 300, 6)
+    inputs = original + 0.5 * seeded(1, 300, 6, seed=1)
+    rows = seeded(3, 6, seed=2)
+    moments = moments_of(inputs, original, rows)
+    held = layer_problem(rows, moments, None, 0.01, 0.4)
+    second, weight = moments.second[0].double(), rows.double()
+    assert moments.cross is not None
+    away = moments.cross[0].double() - weight @ second
+    level = 0.4 * second.diagonal().mean() * torch.eye(6, dtype=torch.float64)
+    assert_close(held.latent[0], weight + torch.linalg.solve(second + level, away.T).T, torch.float32)
+    free = layer_problem(rows, moments, None, 0.01)
+    assert free.factor is not None
+    assert held.factor is not None
+    assert torch.equal(held.factor, free.factor)
+    assert (held.latent[0] - rows).square().sum() < (free.latent[0] - rows).square().sum()
+
+
+@given(exponent=st.floats(-20.0, 20.0))
+def test_scales_of_weights_are_close_and_take_one_bit_of_mantissa(exponent: float) -> None:
+    weights = torch.tensor([2.0**exponent])
+    scale = float(scales_of_weights(weights))
+    assert 0.79 < scale * 2.0 ** (exponent / 2) < 1.25
+    mantissa, _ = frexp(scale)
+    assert mantissa in (0.5, 0.75)
 
 
 # -- rounding at several steps -----------------------------------------------------------------------

@@ -161,7 +161,7 @@ def choose_methods(weights: Sequence[Weight], planner: Planner, bits: float) -> 
     prepare_together(weights, ways)
     best = _cheapest(weights, ways, bits)
     for weight, method in zip(weights, best, strict=True):
-        weight.forget((method.tile, method.damping))
+        weight.forget(method.key(weight))
     if not planner.trellis:
         return best
     with_path = [
@@ -252,7 +252,7 @@ def step_at_unit_slope(weight: Weight, method: SecondOrder) -> float:
 
 
 def _tiles(weight: Weight, with_basis: bool) -> list[int]:
-    if not with_basis:
+    if not with_basis or weight.row_weights is not None:
         return [1]
     kernel = weight.values[0, 0].numel() if weight.values.dim() > 2 else 1
     if kernel**2 * WEIGHTS_PER_ENTRY <= weight.numel and kernel > 1:

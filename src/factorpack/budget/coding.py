@@ -97,10 +97,10 @@ def _without_step(method: SecondOrder) -> SecondOrder:
 
 
 def _can_join(weight: Weight, method: SecondOrder) -> bool:
-    """Whether the weight may be rounded with others: a path through a trellis, for one, may not."""
+    """Whether the weight may be rounded with others: a path through a trellis, or rows of own steps, may not."""
     divides = weight.filter_size % method.tile == 0
-    known = weight.inputs is not None and not method.trellis and divides
-    return known and works_together(_device_of(weight))
+    alike = weight.inputs is not None and weight.row_weights is None
+    return alike and not method.trellis and divides and works_together(_device_of(weight))
 
 
 def _device_of(weight: Weight) -> torch.device:

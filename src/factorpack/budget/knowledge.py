@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from factorpack.batches import device_of
-from factorpack.budget.embeddings import embedding_moments, row_moments
+from factorpack.budget.embeddings import embedding_moments, row_moments, word_information, word_weights
 from factorpack.budget.journal import NOTHING_KEPT, Finished, Journal
 from factorpack.budget.norms import norms_after
 from factorpack.budget.planner import HELD_OUT_SHARE, Planner
 from factorpack.budget.segment_gradients import measure_information_by_segment
-from factorpack.budget.sensitivity import measure_information
+from factorpack.budget.sensitivity import Information, measure_information
 from factorpack.budget.tensors import Tensors
 from factorpack.budget.workers import Workers
 from factorpack.calibration.calibrate import Calibration
@@ -31,6 +31,11 @@ FEWEST_TO_SPLIT = 16
 MOMENT_BYTES = 1 << 30
 """Moments of as many layers as fit into this are gathered in one pass over the calibration data."""
 
+NARROWEST = 64
+"""Rows of fewer values are not worth a step each."""
+COSTS, WEIGHTS = "cost of ", "rows of "
+"""What comes before the names of tensors that are kept with sensitivities."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Knowledge:
@@ -39,8 +44,11 @@ class Knowledge:
     planner: Planner
     model: nn.Module | None = None
     calibration: Calibration | None = None
+    """Inputs to plan on."""
     held_out: Calibration | None = None
-    """Inputs held out to measure on."""
+    """Inputs held out while it is planned, to measure on."""
+    all_inputs: Calibration | None = None
+    """Both, which weights are coded on: nothing is measured after that."""
     layer_of: Mapping[str, str] = field(default_factory=dict)
     """Weights of layers that run on the data and have moments -> layer, in execution order."""
     norm_of: Mapping[str, str] = field(default_factory=dict)
@@ -48,6 +56,8 @@ class Knowledge:
     sensitivity: Mapping[str, float] = field(default_factory=dict)
     row_costs: Mapping[str, LayerMoments] = field(default_factory=dict)
     """What errors in the rows of an embedding cost: rows are looked up, not multiplied."""
+    row_weights: Mapping[str, Tensor] = field(default_factory=dict)
+    """How much errors in each row of a table of words, or of the head that predicts them, count."""
     workers: Workers | None = None
     """Who measures; None is this process."""
 
@@ -58,18 +68,22 @@ class Knowledge:
     def weight(self, tensors: Tensors, name: str, moments: LayerMoments | None) -> Weight:
         """A weight with all that is known of it, as far as the planner uses it."""
         inputs = (self.row_costs.get(name) or moments) if self.planner.second_order else None
+        if inputs is not None and name in self.row_weights:
+            inputs = replace(inputs, row_weights=self.row_weights[name])
         return tensors.source.weight(name, inputs, self.sensitivity.get(name))
 
     def walk(self, compressed: nn.Module | None) -> Walk | None:
-        """A walk along the layers, in the network as compressed so far beside the original."""
-        if self.calibration is None or self.model is None:
+        """A walk along the layers on all inputs, in the network as compressed so far beside the original."""
+        return self._walk(self.all_inputs, compressed if self.planner.sequential else None)
+
+    def _walk(self, inputs: Calibration | None, compressed: nn.Module | None) -> Walk | None:
+        if inputs is None or self.model is None:
             return None
-        other = compressed if self.planner.sequential else None
-        return Walk(self.calibration, self.model, other, list(self.layer_of.values()))
+        return Walk(inputs, self.model, compressed, list(self.layer_of.values()))
 
     def original_moments(self, tensors: Tensors) -> Iterator[tuple[list[str], dict[str, LayerMoments]]]:
         """Groups of weights in execution order, with the original network's moments where they are used."""
-        walk = self.walk(None) if self.planner.second_order else None
+        walk = self._walk(self.calibration, None) if self.planner.second_order else None
         for group in self._groups(tensors, walk):
             layers = {name: self.layer_of[name] for name in group if name in self.layer_of}
             found = walk.collect(list(layers.values())) if walk is not None and layers else {}
@@ -107,7 +121,7 @@ def learn(
     model = tensors.model
     if model is None or calibration is None:
         return Knowledge(planner, model)
-    held_out = None
+    held_out, all_inputs = None, calibration
     # What each weight alone does is measured by whole forward passes, each of which would read a streamed model.
     streamed = resident_of(model) is not None
     if not streamed and planner.refine and planner.equal_slope and len(calibration) >= FEWEST_TO_SPLIT:
@@ -121,48 +135,35 @@ def learn(
         for layer, norm in norms_after(model, calibration.batches[0]).items()
         if not tensors.is_fixed_by_caller(f"{norm}.running_mean")
     }
-    sensitivity: dict[str, float] = {}
-    row_costs: dict[str, LayerMoments] = {}
-    if planner.equal_slope:
-        sensitivity, row_costs = _find_sensitivities(
-            model, calibration, tensors, layer_of, journal, workers, progress
-        )
-    return Knowledge(
-        planner, model, calibration, held_out, layer_of, norm_of, sensitivity, row_costs, workers
-    )
+    known = Knowledge(planner, model, calibration, held_out, all_inputs, layer_of, norm_of, workers=workers)
+    return _know_sensitivities(known, tensors, journal, progress) if planner.equal_slope else known
 
 
-def _find_sensitivities(
-    model: nn.Module,
-    calibration: Calibration,
-    tensors: Tensors,
-    layer_of: Mapping[str, str],
-    journal: Journal,
-    workers: Workers | None,
-    progress: Showing,
-) -> tuple[dict[str, float], dict[str, LayerMoments]]:
-    """Sensitivities and the costs of rows: those of the run that is resumed, or measured."""
+def _know_sensitivities(known: Knowledge, tensors: Tensors, journal: Journal, progress: Showing) -> Knowledge:
+    """With sensitivities and what rows cost: those of the run that is resumed, or measured."""
     kept = journal.find("sensitivities")
-    if kept is not None:
-        device = device_of(model)
-        return dict(kept.document), {
-            name: row_moments(cost.to(device)) for name, cost in kept.tensors.items()
-        }
-    sensitivity, row_costs = _measure_sensitivities(model, calibration, tensors, layer_of, workers, progress)
-    costs = {name: moments.second for name, moments in row_costs.items()}
-    journal.keep("sensitivities", Finished(sensitivity, costs))
-    return sensitivity, row_costs
+    if kept is None:
+        sensitivity, tensors_of = _measure_sensitivities(known, tensors, progress)
+        kept = Finished(sensitivity, tensors_of)
+        journal.keep("sensitivities", kept)
+    assert known.model is not None
+    device = device_of(known.model)
+    found = {name: tensor.to(device) for name, tensor in kept.tensors.items()}
+    costs, weights = (
+        {name.removeprefix(kind): value for name, value in found.items() if name.startswith(kind)}
+        for kind in (COSTS, WEIGHTS)
+    )
+    row_costs = {name: row_moments(cost) for name, cost in costs.items()}
+    return replace(known, sensitivity=dict(kept.document), row_costs=row_costs, row_weights=weights)
 
 
 def _measure_sensitivities(
-    model: nn.Module,
-    calibration: Calibration,
-    tensors: Tensors,
-    layer_of: Mapping[str, str],
-    workers: Workers | None,
-    progress: Showing,
-) -> tuple[dict[str, float], dict[str, LayerMoments]]:
-    """What errors in each layer's outputs cost, and errors in the rows of embeddings."""
+    known: Knowledge, tensors: Tensors, progress: Showing
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """What errors in each layer's outputs cost; errors in the rows of embeddings; and how much each row counts."""
+    model, calibration, layer_of, workers = known.model, known.calibration, known.layer_of, known.workers
+    assert model is not None
+    assert calibration is not None
     tables = _embeddings(model, calibration, tensors.coded, tensors.source.aliases)
     layers = [*layer_of.values(), *(layer for users in tables.values() for layer in users)]
     streamed = resident_of(model) is not None
@@ -173,13 +174,29 @@ def _measure_sensitivities(
     else:
         found = measure_information(model, calibration, layers, SENSITIVITY_SAMPLES, progress=progress)
     sensitivity = {name: found[layer].level for name, layer in layer_of.items()}
-    row_costs: dict[str, LayerMoments] = {}
+    of_rows: dict[str, Tensor] = {}
+    # The Fisher information of the rows of the last layer, if it predicts words, and of tables of these.
+    last, words = calibration.order[-1], dict[str, Tensor]()
     for name, (table, *heads) in tables.items():
         seen = _moments_of_heads(heads, calibration, model, streamed)
         tied = [(seen[head].second[0], found[head].level) for head in heads]
         rows = tensors.source.entries[name].shape[0]
-        row_costs[name], sensitivity[name] = embedding_moments(found[table], rows, tied)
-    return sensitivity, row_costs
+        moments, sensitivity[name] = embedding_moments(found[table], rows, tied)
+        of_rows[COSTS + name] = moments.second
+        if last in found and _rows(found[last]) == rows:
+            inputs = seen[last].second[0] if last in seen else None
+            words[name] = word_information(found[table], found[last], inputs)
+    if words and weight_of(last) in layer_of:
+        words[weight_of(last)] = word_information(None, found[last], None)
+    for name, information in words.items() if known.planner.word_frequencies else ():
+        if tensors.source.entries[name].shape[1] >= NARROWEST:
+            of_rows[WEIGHTS + name], share = word_weights(information)
+            sensitivity[name] *= share
+    return sensitivity, of_rows
+
+
+def _rows(found: Information) -> int:
+    return 0 if found.rows is None else len(found.rows)
 
 
 def _moments_of_heads(

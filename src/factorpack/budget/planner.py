@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from factorpack.budget.norm_bits import MOST_BITS
@@ -20,7 +21,7 @@ from factorpack.methods.settings import check_type
 from factorpack.progress import Showing
 from factorpack.source import Source
 
-STATES_WITHOUT_DATA = 8
+STATES = 8
 HELD_OUT_SHARE = 0.125
 """Share of the calibration inputs that is held out to measure on."""
 
@@ -39,6 +40,8 @@ class Planner:
     """Latents in a basis over tiles where that pays; without it the values themselves are rounded."""
     equal_slope: bool = True
     """Steps from each layer's sensitivity; without it each weight's relative squared error counts the same."""
+    word_frequencies: bool = True
+    """Rows of common words finer than those of rare ones, in tables of words and the heads that predict them."""
     refine: bool = True
     """Sensitivities corrected by what each layer alone does to the outputs on an eighth of the inputs."""
     correct_means: bool = True
@@ -53,9 +56,12 @@ class Planner:
     """What a bit is worth, in squared steps: less than theory's ln 2 / 6, chosen on training images."""
     damping: float = 0.1
     """Added to the diagonal of the inputs' second moments, as a share of its mean."""
+    ridge: float = 0.5
+    """Added likewise where a weight adapts to the outputs of the layers compressed before it: with too little it
+    fits the sample and not the data."""
     trellis: int | None = None
-    """States, 4 or 8, of a trellis along which codes are chosen where that pays; 0: none. None: 8 from the weights
-    alone, and none with calibration data, where the search takes as long as everything else."""
+    """States, 4 or 8, of a trellis along which codes are chosen where that pays; 0: none. None: 8, but none with
+    calibration data on a GPU, where the search takes longer than everything else."""
 
     def __post_init__(self) -> None:
         check_type("samples", self.samples, int)
@@ -65,23 +71,26 @@ class Planner:
             check_type("norm_bits", self.norm_bits, int)
             if not 0 <= self.norm_bits <= MOST_BITS:
                 raise PlanError(f"norm_bits is {self.norm_bits}, expected 0 to {MOST_BITS}")
-        if self.samples < 1 or not self.price >= 0 or not self.damping > 0:
+        if self.samples < 1 or not self.price >= 0 or not self.damping > 0 or not self.ridge > 0:
             raise PlanError(
-                f"samples {self.samples}, price {self.price}, damping {self.damping}: "
-                "expected at least 1, at least 0, and above 0"
+                f"samples {self.samples}, price {self.price}, damping {self.damping}, ridge {self.ridge}: "
+                "expected at least 1, at least 0, above 0, and above 0"
             )
 
-    def settled(self, has_data: bool) -> Planner:
-        """With a number of states, where the caller has left it open."""
+    def settled(self, feedback_on: torch.device | None) -> Planner:
+        """With a number of states, where the caller has left it open: by the device that rounds with feedback."""
         if self.trellis is not None:
             return self
-        return replace(self, trellis=0 if has_data else STATES_WITHOUT_DATA)
+        slow = feedback_on is not None and feedback_on.type != "cpu"
+        return replace(self, trellis=0 if slow else STATES)
 
     def method(self, step: float = 1.0, tile: int = 1, trellis: int = 0) -> SecondOrder:
         """The method of a weight at a step, in the basis of a tile (1: none), along a trellis (0: none)."""
-        price, damping = self.price, self.damping
+        price, damping, ridge = self.price, self.damping, self.ridge
         guesses = {"row_steps": True, "smooth": True, "restore_size": True}
-        return SecondOrder(step, None, tile, price, damping, trellis=trellis, try_plain=False, **guesses)
+        return SecondOrder(
+            step, None, tile, price, damping, trellis=trellis, try_plain=False, ridge=ridge, **guesses
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

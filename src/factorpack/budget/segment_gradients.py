@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from factorpack.batches import StopForward, device_of, forward, hooked
 from factorpack.budget.outputs import predictions_of
-from factorpack.budget.sensitivity import Information, Sums, catch_output, log_likelihood, not_finite
+from factorpack.budget.sensitivity import Call, Information, Sums, catch_output, log_likelihood, not_finite
 from factorpack.calibration.calibrate import Calibration
 from factorpack.passes.segments import INPUTS, Border, Forms, Segments, run_to, starting_from
 from factorpack.progress import Progress, Showing
@@ -105,15 +105,15 @@ class _Pass:
         return graph
 
     def _add(self, totals: dict[str, Sums], graph: _Graph, end: Tensor, gradient: Tensor | None) -> None:
-        outputs = [output for _, output in graph.outputs]
+        outputs = [call.output for call in graph.calls]
         starts = [] if graph.start is None else [graph.start]
         if not outputs and not starts:
             return
         found = torch.autograd.grad(end, [*outputs, *starts], gradient, allow_unused=True)
         self._gradient = found[-1] if starts else None
-        for (name, output), each in zip(graph.outputs, found[: len(outputs)], strict=True):
+        for call, each in zip(graph.calls, found[: len(outputs)], strict=True):
             if each is not None:
-                totals[name].add(Sums.of(self._model.get_submodule(name), output, each))
+                totals[call.layer].add(Sums.of(self._model.get_submodule(call.layer), call, each))
 
 
 @dataclass(slots=True, eq=False)
@@ -123,11 +123,11 @@ class _Graph:
     start: Tensor | None
     """None at the model's inputs."""
     begun: bool = False
-    outputs: list[tuple[str, Tensor]] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     end: Any = None
 
     def catch(self, name: str) -> Callable[[nn.Module, Any, Any], Tensor | None]:
-        hook = catch_output(name, self.outputs)
+        hook = catch_output(name, self.calls)
         return lambda *call: hook(*call) if self.begun else None
 
     def begin(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:

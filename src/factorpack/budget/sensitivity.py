@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,17 @@ class Information:
     level: float = 0.0
     metric: Tensor | None = None
     """For an embedding of width D: E[g g^T] of the gradients g at its outputs, (D, D)."""
+    rows: Tensor | None = None
+    """For an embedding or a linear layer: the squared gradient that falls on each row of its weight."""
+
+
+class Call(NamedTuple):
+    """One call of a layer, whose output has a gradient."""
+
+    layer: str
+    output: Tensor
+    looked_up: Tensor | None
+    """The rows that an embedding has returned."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,26 +48,35 @@ class Sums:
     level: Tensor | None = None
     """In float64."""
     metric: Tensor | None = None
+    rows: Tensor | None = None
 
     @staticmethod
-    def of(layer: nn.Module, output: Tensor, gradient: Tensor) -> Sums:
+    def of(layer: nn.Module, call: Call, gradient: Tensor) -> Sums:
         """What one call of a layer shows."""
+        output = call.output
         last = isinstance(layer, nn.Linear | nn.Embedding) or output.dim() < 3
         level = gradient.double().square().sum() / output.shape[-1 if last else 1]
-        if not isinstance(layer, nn.Embedding):
+        if not isinstance(layer, nn.Linear | nn.Embedding):
             return Sums(level)
-        rows = gradient.flatten(0, -2).float()
-        return Sums(level, rows.T @ rows)
+        each = gradient.flatten(0, -2).float()  # (positions, channels)
+        if isinstance(layer, nn.Linear):
+            return Sums(level, rows=each.square().sum(0))
+        rows = each.new_zeros(layer.num_embeddings)
+        if call.looked_up is not None:
+            rows.index_add_(0, call.looked_up.flatten(), each.square().sum(1))
+        return Sums(level, each.T @ each, rows)
 
     def add(self, other: Sums) -> None:
         assert other.level is not None
-        self.level = other.level if self.level is None else self.level + other.level
-        if other.metric is not None:
-            self.metric = other.metric if self.metric is None else self.metric + other.metric
+        for part in fields(self):
+            before, found = getattr(self, part.name), getattr(other, part.name)
+            if found is not None:
+                setattr(self, part.name, found if before is None else before + found)
 
     def per_prediction(self, predictions: int) -> Information:
         level = 0.0 if self.level is None else float(self.level) / predictions
-        return Information(level, None if self.metric is None else self.metric / predictions)
+        others = (None if each is None else each / predictions for each in (self.metric, self.rows))
+        return Information(level, *others)
 
 
 def measure_information(
@@ -111,21 +131,21 @@ def sum_gradients(
 
 def show(model: nn.Module, batch: Any, layers: Sequence[str], generator: torch.Generator) -> Shown | None:
     """What one batch shows of some layers; None if predictions are NaN."""
-    outputs: list[tuple[str, Tensor]] = []
+    calls: list[Call] = []
 
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
-        hooked(model, after={name: catch_output(name, outputs) for name in layers}),
+        hooked(model, after={name: catch_output(name, calls) for name in layers}),
     ):
         predictions = predictions_of(forward(model, batch), batch)
         loss = log_likelihood(predictions, generator)
         if loss is None:
             return None
-        found = torch.autograd.grad(loss, [output for _, output in outputs], allow_unused=True)
+        found = torch.autograd.grad(loss, [call.output for call in calls], allow_unused=True)
     sums = [
-        (name, Sums.of(model.get_submodule(name), output, gradient))
-        for (name, output), gradient in zip(outputs, found, strict=True)
+        (call.layer, Sums.of(model.get_submodule(call.layer), call, gradient))
+        for call, gradient in zip(calls, found, strict=True)
         if gradient is not None
     ]
     return len(predictions.values), sums
@@ -151,12 +171,13 @@ def label_states(model: nn.Module, batches: Sequence[Any], seed: int = 0) -> lis
     return states
 
 
-def catch_output(name: str, outputs: list[tuple[str, Tensor]]) -> Callable[[nn.Module, Any, Any], Tensor]:
-    """A hook that adds a layer's output to `outputs`, with a gradient."""
+def catch_output(name: str, calls: list[Call]) -> Callable[[nn.Module, Any, Any], Tensor]:
+    """A hook that adds a call of a layer to `calls`, its output with a gradient."""
 
-    def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         kept = output if output.requires_grad else output.detach().requires_grad_()
-        outputs.append((name, kept))
+        looked_up = inputs[0] if isinstance(module, nn.Embedding) and inputs else None
+        calls.append(Call(name, kept, looked_up))
         return kept.clone()  # what follows may work in place
 
     return hook

@@ -138,8 +138,8 @@ def _on_meta(value: nn.Parameter) -> nn.Parameter:
 
 
 def _on_cpu(sums: Sums) -> Sums:
-    level, metric = (None if each is None else each.cpu() for each in (sums.level, sums.metric))
-    return Sums(level, metric)
+    parts = (getattr(sums, part.name) for part in fields(sums))
+    return Sums(*(None if each is None else each.cpu() for each in parts))
 
 
 def _stored(weight: Weight) -> dict[str, object]:

@@ -24,14 +24,19 @@ def open_streamed(
 ) -> tuple[nn.Module, Source]:
     """The model of a folder, whose weights are read when they are used, and its tensors, read onto the device.
 
-    The device is a GPU where there is one. Ties that only the model knows are among the aliases.
+    Ties that only the model knows are among the aliases.
     """
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or streaming_device()
     build, ties = _plain_model(path, source)
     loads = {name: entry.load for name, entry in source.entries.items()}
     network = Resident(build, loads, device, limit_bytes).network
     entries = {name: replace(entry, load=_onto(device, entry)) for name, entry in source.entries.items()}
     return network, Source(entries, {**source.aliases, **ties}, source.transposed_groups)
+
+
+def streaming_device() -> torch.device:
+    """A GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def open_skeleton(path: Path, source: Source) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, prod
@@ -37,6 +37,7 @@ from factorpack.solve.layer_problem import (
     restoring_factor,
     round_many,
     row_scales,
+    scales_of_weights,
     smooth_inputs,
     tile_basis,
 )
@@ -60,6 +61,7 @@ class SecondOrder(Method):
     tile: int = 1
     price: float = HIGH_RATE
     damping: float = DAMPING
+    """Added to the diagonal of the inputs' second moments, as a share of its mean."""
     samples: int = 256
     """Calibration samples a layer needs."""
     trellis: int = 0
@@ -71,6 +73,8 @@ class SecondOrder(Method):
     """Without calibration data: whether the basis over a kernel expects that neighbouring inputs are alike."""
     restore_size: bool = False
     """Without calibration data: whether the stored step makes up for what rounding towards zero took away."""
+    ridge: float | None = None
+    """Added likewise where the weight adapts to inputs that compression has changed; None: the damping."""
 
     name: ClassVar[str] = "second_order"
     title: ClassVar[str] = "error feedback, fixed width"
@@ -83,7 +87,8 @@ class SecondOrder(Method):
             raise PlanError(f"step is {self.step} and bits {self.bits}: give exactly one of them")
         for field in ("tile", "samples"):
             check_type(field, getattr(self, field), int)
-        for field in ("price", "damping", *(["step"] if self.step is not None else [])):
+        optional = [field for field in ("step", "ridge") if getattr(self, field) is not None]
+        for field in ("price", "damping", *optional):
             check_type(field, getattr(self, field), float, int)
         if self.bits is not None:
             check_type("bits", self.bits, int)
@@ -95,6 +100,8 @@ class SecondOrder(Method):
             )
         if self.step is not None and not 0 < self.step < inf:
             raise PlanError(f"step is {self.step}, expected a number above 0")
+        if self.ridge is not None and not 0 < self.ridge < inf:
+            raise PlanError(f"ridge is {self.ridge}, expected a number above 0")
         least = self.tile >= 1 and self.samples >= 0
         if not (least and 0 <= self.price < inf and 0 < self.damping < inf):
             raise PlanError(
@@ -122,33 +129,50 @@ class SecondOrder(Method):
 
     def problem(self, weight: Weight) -> LayerProblem:
         """The weight in a basis over its tiles, ready to be rounded at any step; computed once per weight."""
-        tile = self.tile if weight.filter_size % self.tile == 0 else 1
+        tile = self._tile_of(weight)
 
         def make() -> LayerProblem:
             rows, moments = weight.rows(), self.moments_of(weight)
-            scales = row_scales(rows) if self.row_steps and _is_unknown(weight) else None
+            scales = self._row_scales(weight, rows)
             if scales is not None:
-                return replace(layer_problem(rows / scales, None), row_scales=scales)
+                cross = None if moments is None or moments.cross is None else moments.cross / scales
+                scaled = None if moments is None else replace(moments, cross=cross)
+                problem = layer_problem(rows / scales, scaled, None, self.damping, self.ridge)
+                return replace(problem, row_scales=scales)
             second = moments.second if moments is not None else self._expected_inputs(weight, tile)
             basis = tile_basis(rows, tile, second) if tile > 1 else None
-            return layer_problem(rows, moments, basis, self.damping)
+            return layer_problem(rows, moments, basis, self.damping, self.ridge)
 
-        return weight.prepare((tile, self.damping), make)
+        return weight.prepare(self.key(weight), make)
+
+    def key(self, weight: Weight) -> Hashable:
+        """What the problem of a weight is kept under."""
+        return (self._tile_of(weight), self.damping, self.ridge)
+
+    def _tile_of(self, weight: Weight) -> int:
+        divides = weight.filter_size % self.tile == 0
+        return self.tile if divides and weight.row_weights is None else 1
+
+    def _row_scales(self, weight: Weight, rows: Tensor) -> Tensor | None:
+        """What rows are divided by, so that one step suits them all, (out, 1); None: by nothing."""
+        if weight.row_weights is not None:
+            return scales_of_weights(weight.row_weights)
+        return row_scales(rows) if self.row_steps and _is_unknown(weight) else None
 
     def prepare_together(self, weights: Sequence[Weight]) -> None:
         """`problem` of weights of one shape, at once for those that have moments of one group and lack it."""
-        tile = self.tile if weights[0].filter_size % self.tile == 0 else 1
         known: list[tuple[Weight, LayerMoments]] = []
         for weight in weights:
             moments = self.moments_of(weight)
-            if moments is not None and len(moments.second) == 1:
-                known += [] if weight.is_prepared((tile, self.damping)) else [(weight, moments)]
+            if moments is not None and len(moments.second) == 1 and weight.row_weights is None:
+                known += [] if weight.is_prepared(self.key(weight)) else [(weight, moments)]
         if len(known) < 2:
             return
         rows = torch.stack([weight.rows() for weight, _ in known])
-        problems = layer_problems(rows, [moments for _, moments in known], tile, self.damping)
+        seen, tile = [moments for _, moments in known], self._tile_of(weights[0])
+        problems = layer_problems(rows, seen, tile, self.damping, self.ridge)
         for (weight, _), problem in zip(known, problems, strict=True):
-            weight.prepare((tile, self.damping), partial(_same, problem))
+            weight.prepare(self.key(weight), partial(_same, problem))
 
     def _expected_inputs(self, weight: Weight, tile: int) -> Tensor | None:
         """Second moments to assume of the inputs to a tile that is one kernel of a convolution."""
@@ -162,7 +186,7 @@ class SecondOrder(Method):
     def _encode_fixed_width(self, weight: Weight, bits: int) -> Encoded:
         rows = weight.rows()
         scale = fit_scale(rows, bits).to(rows.device)
-        problem = layer_problem(rows, self.moments_of(weight), None, self.damping)
+        problem = layer_problem(rows, self.moments_of(weight), None, self.damping, self.ridge)
         latent = problem.latent
         nearest = Nearest(*code_range(bits))
         step = scale.to(latent).reshape(latent.shape[:2]).clamp_min(torch.finfo(latent.dtype).tiny)

@@ -53,7 +53,7 @@ def feedback_factor(second: Tensor, damping: float = 0.01, layers: int = 1) -> T
     Damping keeps directions that are rare in the sample from being ignored. The batch may be that of several
     `layers`, which do not depend on one another.
     """
-    level = ridge(second, layers)
+    level = mean_diagonal(second, layers)
     for attempt in (damping, 10 * damping, 100 * damping, 1.0):
         # The Cholesky factor of H with reversed rows and columns is the inverse of U reversed alike.
         lower, failed = cholesky((second + attempt * level).flip(-1, -2), layers)
@@ -94,7 +94,7 @@ def inverse_of_lower(lower: Tensor) -> Tensor:
     return found
 
 
-def ridge(second: Tensor, layers: int = 1) -> Tensor:
+def mean_diagonal(second: Tensor, layers: int = 1) -> Tensor:
     """The mean of each moment matrix's diagonal, times the identity: (batch, K, K)."""
     level = second.diagonal(dim1=-2, dim2=-1).mean(-1)
     # A group whose inputs are all zero still needs a ridge, far below its neighbours' in the same layer.

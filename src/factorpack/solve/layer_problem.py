@@ -17,7 +17,7 @@ from factorpack.solve.feedback import (
     cholesky,
     feedback_factor,
     inherited_variance,
-    ridge,
+    mean_diagonal,
     round_with_feedback,
 )
 from factorpack.solve.trellis_search import FINE_STEP, TrellisLengths, fit_trellis
@@ -156,36 +156,46 @@ def round_many(
 
 
 def layer_problem(
-    rows: Tensor, moments: LayerMoments | None, basis: Basis | None = None, damping: float = DAMPING
+    rows: Tensor,
+    moments: LayerMoments | None,
+    basis: Basis | None = None,
+    damping: float = DAMPING,
+    ridge: float | None = None,
 ) -> LayerProblem:
     """The rounding problem of a weight (out, K): its best latent is W H B (H')^-1, with H' = B^T H B.
 
     If compression has changed the layer's inputs, W is first replaced by E[W u' u^T] H^-1, which best
-    reproduces the original outputs on the new inputs.
+    reproduces the original outputs on the new inputs. There H has a `ridge`, by default the damping.
     """
     if moments is None:
         return LayerProblem(_to_latent(rows[None].float(), basis), None, basis)
     second, cross = moments.second, moments.cross
     split = rows.reshape(len(second), -1, rows.shape[1])  # (g, out/g, K)
-    return LayerProblem(*_pose(split, second, cross, basis, damping), basis)
+    dampings = (damping, damping if ridge is None else ridge)
+    return LayerProblem(*_pose(split, second, cross, basis, dampings), basis)
 
 
 def layer_problems(
-    rows: Tensor, moments: Sequence[LayerMoments], tile: int = 1, damping: float = DAMPING
+    rows: Tensor,
+    moments: Sequence[LayerMoments],
+    tile: int = 1,
+    damping: float = DAMPING,
+    ridge: float | None = None,
 ) -> list[LayerProblem]:
     """The problems of weights of one shape, (layers, out, K), each of one group: few large operations for all."""
     layers, crosses = len(rows), [each.cross for each in moments if each.cross is not None]
+    dampings = (damping, damping if ridge is None else ridge)
     basis = None
     if tile == 1 and all(each.second is moments[0].second for each in moments):
         # Layers with the same inputs, such as queries and keys, are rows of one problem.
         cross = torch.cat(crosses, 1) if len(crosses) == layers else None
-        joined, one = _pose(rows.flatten(0, 1)[None], moments[0].second, cross, None, damping)
+        joined, one = _pose(rows.flatten(0, 1)[None], moments[0].second, cross, None, dampings)
         latent, factor = joined.reshape(rows.shape), one.expand(layers, -1, -1)
     else:
         second = torch.cat([each.second for each in moments])
         cross = torch.cat(crosses) if len(crosses) == layers else None
         basis = tile_basis(rows, tile, second[:, None]) if tile > 1 else None
-        latent, factor = _pose(rows, second, cross, basis, damping, layers)
+        latent, factor = _pose(rows, second, cross, basis, dampings, layers)
     bases = (
         [None] * layers
         if basis is None
@@ -214,13 +224,22 @@ def _note_sizes(problems: Sequence[LayerProblem], latent: Tensor, factor: Tensor
 
 
 def _pose(
-    rows: Tensor, second: Tensor, cross: Tensor | None, basis: Basis | None, damping: float, layers: int = 1
+    rows: Tensor,
+    second: Tensor,
+    cross: Tensor | None,
+    basis: Basis | None,
+    dampings: tuple[float, float],
+    layers: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """The latent and the feedback factor of rows (batch, rows, K): the groups of a layer, or several layers."""
+    """The latent and the feedback factor of rows (batch, rows, K): the groups of a layer, or several layers.
+
+    `dampings` are that of feedback and the ridge.
+    """
     second = second.float()
+    damping, held = dampings
     rows = rows.to(second)
     if cross is not None:
-        rows = _adapt_to_inputs(rows, second, cross.float(), damping, layers)
+        rows = _adapt_to_inputs(rows, second, cross.float(), held, layers)
     in_basis = second if basis is None else _moments_in_basis(second, basis.matrix().to(second))
     return _to_latent(rows, basis), feedback_factor(in_basis, damping, layers)
 
@@ -250,6 +269,14 @@ def row_scales(rows: Tensor) -> Tensor | None:
     if not len(alive) or alive[len(alive) // 4] > ROW_SPREAD:
         return None
     return torch.exp2(size.clamp_min(DEAD_ROW).log2().round())
+
+
+def scales_of_weights(weights: Tensor) -> Tensor:
+    """What rows are divided by so that a squared error counts the same in all, (out, 1): powers of two, once or
+    one and a half times, which take few bits in the file."""
+    scales = weights.rsqrt()[:, None]
+    octave = torch.exp2(scales.log2().floor())
+    return octave * torch.where(scales < 1.25 * octave, 1.0, torch.where(scales < 1.75 * octave, 1.5, 2.0))
 
 
 def tile_basis(rows: Tensor, tile: int, inputs: Tensor | None = None) -> Basis:
@@ -296,15 +323,15 @@ def _square_roots(like: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor]:
     return vectors * values.sqrt() @ vectors.mT, vectors * values.rsqrt() @ vectors.mT
 
 
-def _adapt_to_inputs(rows: Tensor, second: Tensor, cross: Tensor, damping: float, layers: int) -> Tensor:
+def _adapt_to_inputs(rows: Tensor, second: Tensor, cross: Tensor, held: float, layers: int) -> Tensor:
     """(M + r W)(H + r I)^-1, with M = E[W u' u^T]: the ridge leaves W unchanged in directions without input."""
-    level = damping * ridge(second, layers)
+    level = held * mean_diagonal(second, layers)
     lower, failed = cholesky(second + level, layers)
     if failed.any():
         if layers == 1:
             return rows
         each = zip(rows.chunk(layers), second.chunk(layers), cross.chunk(layers), strict=True)
-        return torch.cat([_adapt_to_inputs(*one, damping, 1) for one in each])
+        return torch.cat([_adapt_to_inputs(*one, held, 1) for one in each])
     wanted = cross + rows * level.diagonal(dim1=1, dim2=2)[:, None]
     # In turn, as they are factored.
     each_of = zip(wanted.transpose(1, 2).chunk(layers), lower.chunk(layers), strict=True)
