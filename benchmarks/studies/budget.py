@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import tempfile
 import time
-from functools import partial
+from functools import cache, partial
 from typing import Any
+
+from torch import Tensor
 
 import factorpack as fp
 from benchmarks.data import imagenet_train, imagenet_val, normalized, pretrained, shuffled
@@ -93,10 +95,16 @@ def measured(packed: fp.Packed, model: str, measure: str) -> dict[str, Any]:
         loaded = reloaded(packed, folder)
         report = loaded.size()
         images, labels = _images(measure)
-        reference = predictions(pretrained(model).to(device()), images)
+        reference = _reference(model, measure)
         logits = predictions(loaded.load_into(pretrained(model)).to(device()).eval(), images)
     sizes = {"file_bytes": report.file_bytes, "file_ratio": report.file_ratio}
     return {**sizes, **fidelity(logits, reference, labels)}
+
+
+@cache
+def _reference(model: str, measure: str) -> Tensor:
+    """The original's predictions."""
+    return predictions(pretrained(model).to(device()), _images(measure)[0])
 
 
 def _images(measure: str) -> Any:

@@ -56,7 +56,7 @@ class Planner:
     """What a bit is worth, in squared steps: less than theory's ln 2 / 6, chosen on training images."""
     damping: float = 0.1
     """Added to the diagonal of the inputs' second moments, as a share of its mean."""
-    ridge: float = 0.5
+    ridge: float = 1.0
     """Added likewise where a weight adapts to the outputs of the layers compressed before it: with too little it
     fits the sample and not the data."""
     trellis: int | None = None
