@@ -145,7 +145,7 @@ def _describe(row: dict[str, Any]) -> str:
 
 def tabulate_headline() -> str:
     """One row per model, for the README and the first page of results."""
-    documents = {model: load_result("budget", model) for model in MODELS}
+    documents = {model: load_result("budget", f"{model}-cores") for model in MODELS}
     rows = []
     for model, document in documents.items():
         found = [row for row in document["result"]["rows"] if "planner" in row]
@@ -176,6 +176,24 @@ def tabulate_planners(study: str, case: str, first: str, places: tuple[int, int]
     return f"{format_table([first, 'file ratio', 'top-1', 'KL, nats'], rows)}\n{format_source(document)}"
 
 
+def tabulate_cores() -> str:
+    """Both models at each ratio, with the defaults of a CPU."""
+    documents = {model: load_result("budget", f"{model}-cores") for model in MODELS}
+    rows = [
+        [
+            f"{MODELS[model]} (FP32 {document['result']['fp32']:.1f})",
+            f"{row['file_ratio']:.2f}",
+            f"{row['top1']:.1f}",
+            f"{row['agreement']:.1f}",
+            f"{row['kl']:.4f}",
+        ]
+        for model, document in documents.items()
+        for row in document["result"]["rows"]
+    ]
+    table = format_table(["model", "file ratio", "top-1", "agreement with FP32", "KL, nats"], rows)
+    return f"{table}\n{format_source(*documents.values())}"
+
+
 def tabulate_trellis() -> str:
     documents = {model: load_result("ablation", f"{model}-trellis") for model in MODELS}
     rows = [
@@ -200,6 +218,8 @@ TABLES = {
     "ablation": partial(tabulate_planners, "ablation", "resnet18", "ingredients", (2, 3)),
     "choices-resnet18": partial(tabulate_planners, "budget", "resnet18-choose", "setting", (1, 4)),
     "choices-mobilenet_v2": partial(tabulate_planners, "budget", "mobilenet_v2-choose", "setting", (1, 4)),
+    "cores": tabulate_cores,
+    "ridge": partial(tabulate_planners, "budget", "resnet18-ridge", "setting", (1, 4)),
     "trellis": tabulate_trellis,
     "trellis-few-images": partial(tabulate_planners, "budget", "mobilenet_v2-trellis", "codes", (1, 4)),
 }

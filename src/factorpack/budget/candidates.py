@@ -171,9 +171,12 @@ def choose_methods(weights: Sequence[Weight], planner: Planner, bits: float) -> 
 
 
 def _paths(weight: Weight, method: SecondOrder, trellis: int) -> list[SecondOrder]:
-    """A method without and with a trellis, or the better one where that is clear."""
+    """A method without and with a trellis, or the better one where that is clear.
+
+    A path runs down rows: where they have steps of their own, quiet ones hold up the loud ones between them.
+    """
     path = replace(method, trellis=trellis)
-    if weight.layout.outputs < SHORTEST:
+    if weight.layout.outputs < SHORTEST or weight.row_weights is not None:
         return [method]
     return [path] if weight.numel >= PATH_PAYS else [method, path]
 

@@ -38,7 +38,7 @@ def word_information(table: Information | None, head: Information, inputs: Tenso
     if table is None or table.rows is None:
         return head.rows
     if inputs is not None:
-        return table.rows + head.rows * inputs.trace()
+        return table.rows + head.rows * float(inputs.trace())
     least = torch.finfo(torch.float32).tiny
     return table.rows / table.rows.sum().clamp_min(least) + head.rows / head.rows.sum().clamp_min(least)
 
