@@ -126,6 +126,8 @@ class LayerMoments:
     """E[u']: (groups, K)."""
     original_power: Tensor | None = None
     """E[(W u')^2], where W is the original weight: (groups, out/groups); None where the inputs are the same."""
+    positions: int = 0
+    """How many u the means are over; 0: unknown."""
     row_weights: Tensor | None = None
     """How much a squared error in each row of the weight counts, (out,); None: all the same."""
 

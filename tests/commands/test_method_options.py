@@ -44,6 +44,7 @@ CHOSEN: dict[str, tuple[dict[str, Any], ...]] = {
             "row_steps": True,
             "smooth": True,
             "restore_size": True,
+            "ridge": 0.5,
         },
         {"bits": 4, "tile": 1},
     ),

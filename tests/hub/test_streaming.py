@@ -29,8 +29,8 @@ from tests.commands.running import printed, run
 from tests.hub.conftest import bert, llama, save_llama
 
 LAYERS, SAMPLES, WIDTH, BYTES = 3, 6, 32, 34_000
-PLANNER = fp.Planner(samples=SAMPLES, refine=False)
-"""What a streamed run can do of the default."""
+PLANNER = fp.Planner(samples=SAMPLES, refine=False, trellis=0)
+"""What a streamed run can do of the default. Paths in nets as small as these make much of the last bits of sums."""
 
 
 def batches() -> list[dict[str, Tensor]]:

@@ -12,7 +12,7 @@ from factorpack.solve import feedback
 from factorpack.solve.feedback import (
     feedback_factor,
     inherited_variance,
-    ridge,
+    mean_diagonal,
     round_to_nearest,
     round_with_feedback,
 )
@@ -59,7 +59,7 @@ def test_a_group_without_inputs_is_finite_and_leaves_the_others_alone() -> None:
     assert factor.isfinite().all()
     for group in (0, 2):
         assert_close(factor[group], feedback_factor(second[group : group + 1], 0.01)[0])
-    level = ridge(second).diagonal(dim1=1, dim2=2)
+    level = mean_diagonal(second).diagonal(dim1=1, dim2=2)
     assert (level > 0).all()
     assert level[1].max() < 1e-3 * level[[0, 2]].min()
 

@@ -17,6 +17,7 @@ from factorpack.solve.feedback import feedback_factor
 from factorpack.solve.layer_problem import (
     Basis,
     LayerProblem,
+    held_by,
     layer_problem,
     layer_problems,
     restoring_factor,
@@ -245,6 +246,15 @@ def test_a_ridge_holds_the_weight_and_leaves_feedback_alone() -> None:
     assert held.factor is not None
     assert torch.equal(held.factor, free.factor)
     assert (held.latent[0] - rows).square().sum() < (free.latent[0] - rows).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("positions", "expected"), [(0, 0.8), (40, 0.8), (8 * 6, 0.8), (16 * 6, 0.4), (800 * 6, 0.01)]
+)
+def test_more_positions_hold_the_weight_less(positions: int, expected: float) -> None:
+    moments = replace(moments_of(seeded(1, 300, 6)), positions=positions)
+    assert held_by(0.01, 0.8, moments) == pytest.approx(expected)
+    assert held_by(0.01, None, moments) == 0.01
 
 
 @given(exponent=st.floats(-20.0, 20.0))

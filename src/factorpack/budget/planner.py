@@ -57,8 +57,8 @@ class Planner:
     damping: float = 0.1
     """Added to the diagonal of the inputs' second moments, as a share of its mean."""
     ridge: float = 1.0
-    """Added likewise where a weight adapts to the outputs of the layers compressed before it: with too little it
-    fits the sample and not the data."""
+    """Added likewise where a weight adapts to the outputs of the layers compressed before it, less where there are
+    many samples for each input: with too little it fits the sample and not the data."""
     trellis: int | None = None
     """States, 4 or 8, of a trellis along which codes are chosen where that pays; 0: none. None: 8, but none with
     calibration data on a GPU, where the search takes longer than everything else."""

@@ -28,6 +28,8 @@ NEIGHBOURS = 0.5
 """The correlation of inputs one position apart that is expected without data: chosen on training images."""
 MOST_RESTORED = 2.0
 """Values are multiplied by no more than this: where codes are nearly all zero, noise would be."""
+ENOUGH = 8
+"""Positions per input from which on a weight is held less while it adapts."""
 ROW_SPREAD, DEAD_ROW = 0.01, 2.0**-20
 FEWEST_ROWS = 64
 """A sample of rows has at least as many, where there are as many."""
@@ -165,13 +167,13 @@ def layer_problem(
     """The rounding problem of a weight (out, K): its best latent is W H B (H')^-1, with H' = B^T H B.
 
     If compression has changed the layer's inputs, W is first replaced by E[W u' u^T] H^-1, which best
-    reproduces the original outputs on the new inputs. There H has a `ridge`, by default the damping.
+    reproduces the original outputs on the new inputs. There H has a `ridge`, by default the damping; see `held_by`.
     """
     if moments is None:
         return LayerProblem(_to_latent(rows[None].float(), basis), None, basis)
     second, cross = moments.second, moments.cross
     split = rows.reshape(len(second), -1, rows.shape[1])  # (g, out/g, K)
-    dampings = (damping, damping if ridge is None else ridge)
+    dampings = (damping, held_by(damping, ridge, moments))
     return LayerProblem(*_pose(split, second, cross, basis, dampings), basis)
 
 
@@ -184,7 +186,8 @@ def layer_problems(
 ) -> list[LayerProblem]:
     """The problems of weights of one shape, (layers, out, K), each of one group: few large operations for all."""
     layers, crosses = len(rows), [each.cross for each in moments if each.cross is not None]
-    dampings = (damping, damping if ridge is None else ridge)
+    # Layers of one shape that are worked on together have seen as many positions.
+    dampings = (damping, held_by(damping, ridge, moments[0]))
     basis = None
     if tile == 1 and all(each.second is moments[0].second for each in moments):
         # Layers with the same inputs, such as queries and keys, are rows of one problem.
@@ -206,6 +209,18 @@ def layer_problems(
     problems = [LayerProblem(*each) for each in zip(*parts, bases, strict=True)]
     _note_sizes(problems, latent, factor)
     return problems
+
+
+def held_by(damping: float, ridge: float | None, moments: LayerMoments) -> float:
+    """The ridge of a layer: less where there are more than ENOUGH positions for each input, down to the damping.
+
+    The fewer there are, the more a weight that adapts fits the sample and not the data.
+    """
+    if ridge is None:
+        return damping
+    inputs = moments.second.shape[-1]
+    share = min(1.0, ENOUGH * inputs / moments.positions) if moments.positions else 1.0
+    return max(damping, ridge * share)
 
 
 def _note_sizes(problems: Sequence[LayerProblem], latent: Tensor, factor: Tensor) -> None:

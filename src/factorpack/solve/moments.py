@@ -132,13 +132,14 @@ class MomentAccumulator:
         order = _to_weight_order(self._layers[0], second.device)
         mean = _ordered(total, order).float()
         if not original:
-            return [LayerMoments(_ordered(second, order, 1), mean, None, mean)] * count
+            alone = LayerMoments(_ordered(second, order, 1), mean, None, mean, positions=self._rows)
+            return [alone] * count
         original_mean, powers, cross = original[0], original[1 : 1 + count], original[1 + count :]
         if not self._by_output:
             cross = [self._by_group(each) @ cross[0] for each in self._layers]
         second, original_mean = _ordered(second, order, 1), _ordered(original_mean, order).float()
         return [
-            LayerMoments(second, mean, _ordered(of_outputs, order), original_mean, power.float())
+            LayerMoments(second, mean, _ordered(of_outputs, order), original_mean, power.float(), self._rows)
             for of_outputs, power in zip(cross, powers, strict=True)
         ]
 
