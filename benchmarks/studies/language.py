@@ -154,7 +154,7 @@ def tabulate_headline() -> str:
 def _words(row: Row) -> str:
     if "tool" in row:
         return f"{row['tool']} {row['setting']}"
-    return f"**factorpack, {'calibrated' if row['calibrated'] else 'no data'}**"
+    return f"**factorpack, {'texts it writes itself' if row['calibrated'] else 'no data'}**"
 
 
 def tabulate_peers() -> str:

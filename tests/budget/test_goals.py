@@ -326,7 +326,15 @@ def test_impossible_settings(settings: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"samples": 0}, {"price": -1.0}, {"damping": 0.0}, {"samples": 1.5}, {"price": float("nan")}]
+    "settings",
+    [
+        {"samples": 0},
+        {"price": -1.0},
+        {"damping": 0.0},
+        {"ridge": 0.0},
+        {"samples": 1.5},
+        {"price": float("nan")},
+    ],
 )
 def test_impossible_planners(settings: dict[str, Any]) -> None:
     with pytest.raises(fp.PlanError, match=next(iter(settings))):
@@ -447,6 +455,7 @@ def test_one_answer_instead_of_logits(tmp_path: Path) -> None:
         "sequential",
         "basis",
         "equal_slope",
+        "word_frequencies",
         "correct_means",
         "correct_variances",
         "fold_norms",

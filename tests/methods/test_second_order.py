@@ -360,3 +360,9 @@ def test_rows_that_count_differently_adapt_to_changed_inputs_alike() -> None:
         for each in (moments, replace(moments, row_weights=torch.linspace(0.5, 2.0, 20)))
     )
     assert relative_error(unlike, alike) < 1e-3 < relative_error(alike, layer.weight.detach())
+
+
+def test_a_ridge_is_a_number_above_zero() -> None:
+    for wrong in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(PlanError, match="ridge is"):
+            fp.SecondOrder(step=0.1, ridge=wrong)

@@ -30,7 +30,6 @@ FEWEST_TO_SPLIT = 16
 """With fewer inputs, none are held out to refine the plan on."""
 MOMENT_BYTES = 1 << 30
 """Moments of as many layers as fit into this are gathered in one pass over the calibration data."""
-
 NARROWEST = 64
 """Rows of fewer values are not worth a step each."""
 COSTS, WEIGHTS = "cost of ", "rows of "
@@ -176,7 +175,7 @@ def _measure_sensitivities(
     sensitivity = {name: found[layer].level for name, layer in layer_of.items()}
     of_rows: dict[str, Tensor] = {}
     # The Fisher information of the rows of the last layer, if it predicts words, and of tables of these.
-    last, words = calibration.order[-1], dict[str, Tensor]()
+    last, words = next(reversed(calibration.order), ""), dict[str, Tensor]()
     for name, (table, *heads) in tables.items():
         seen = _moments_of_heads(heads, calibration, model, streamed)
         tied = [(seen[head].second[0], found[head].level) for head in heads]

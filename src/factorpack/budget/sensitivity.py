@@ -61,9 +61,10 @@ class Sums:
         each = gradient.flatten(0, -2).float()  # (positions, channels)
         if isinstance(layer, nn.Linear):
             return Sums(level, rows=each.square().sum(0))
-        rows = each.new_zeros(layer.num_embeddings)
+        # A GPU adds in any order; in float64 that changes nothing that counts.
+        rows = each.new_zeros(layer.num_embeddings, dtype=torch.float64)
         if call.looked_up is not None:
-            rows.index_add_(0, call.looked_up.flatten(), each.square().sum(1))
+            rows.index_add_(0, call.looked_up.flatten(), each.square().sum(1).double())
         return Sums(level, each.T @ each, rows)
 
     def add(self, other: Sums) -> None:
