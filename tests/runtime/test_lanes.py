@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -16,11 +17,11 @@ from torch import Tensor, nn
 import factorpack as fp
 from factorpack.decoding import decode
 from factorpack.errors import WeightError
-from factorpack.runtime import lane_decode, lane_models, lanes, packed_weight
+from factorpack.runtime import lane_decode, lane_models, lanes, nvrtc, packed_weight
 from factorpack.runtime.lane_decode import decode_lanes, decode_reference, multiply_lanes, uses_lanes
 from factorpack.runtime.lane_models import Models
 from factorpack.runtime.lanes import LaneLayout, pack_lanes
-from factorpack.runtime.packed_layers import PackedLinear, hold_packed
+from factorpack.runtime.packed_layers import PackedEmbedding, PackedLinear, hold_packed
 from factorpack.runtime.packed_weight import PackedWeight
 from factorpack.weight import Weight
 from tests.helpers import assert_close, assert_same_tensor, seeded
@@ -125,38 +126,47 @@ def test_codes_that_a_patch_cannot_hold_are_refused() -> None:
 def test_frequencies_of_every_model_fill_its_table() -> None:
     models, _ = lane_models.fit_models(normal(300, 90, 20.0, spread=5.0))
     assert isinstance(models, Models)
-    assert (models.frequencies.sum(1) == 1 << models.table_bits).all()
-    table = replace(models, is_indirect=False).table().view(np.int32).reshape(len(models.frequencies), -1)
-    mask = (1 << models.table_bits) - 1
-    # The slots of a symbol are the frequency's number of slots from its first one on.
-    first, slot = table >> models.table_bits & mask, np.arange(mask + 1)
-    assert (first <= slot).all()
-    assert (slot <= first + (table & mask)).all()
-    assert ((first == slot).sum(1) == (models.frequencies > 0).sum(1)).all()
+    slots = 1 << models.table_bits
+    assert (models.frequencies.sum(1) == slots).all()
+    entries = replace(models, is_indirect=False).table().view(np.uint32).reshape(len(models.frequencies), -1)
+    read, base = entries & 63, entries >> 18
+    # Whatever bits are read, the next state is a slot; and each slot is the next state of every symbol once.
+    assert (base << read >= slots).all()
+    assert ((base + 1) << read <= 2 * slots).all()
+    for own, numbers, frequencies in zip(entries, models.numbers(), models.frequencies, strict=True):
+        for symbol in np.flatnonzero(frequencies):
+            its = own[numbers == symbol]
+            assert sorted(its >> 18) == list(range(len(its), 2 * len(its)))
+            assert (1 << (its & 63)).sum() == slots
 
 
 @pytest.mark.parametrize("spread", [2.0, 5.0])
-def test_a_slot_may_have_the_number_of_its_entry(spread: float) -> None:
+def test_numbers_of_symbols_are_enough_to_make_entries(spread: float) -> None:
     models, _ = lane_models.fit_models(normal(900, 90, 30.0, spread=spread))
-    assert (models.stride == 0) == (np.count_nonzero(models.frequencies) <= 256)
-    direct = replace(models, is_indirect=False).table().view(np.int32).reshape(len(models.frequencies), -1)
-    indirect, count = replace(models, is_indirect=True).table(), direct.size
-    numbers = indirect[:count].astype(np.int64).reshape(direct.shape)
-    numbers += models.stride * np.arange(len(direct))[:, None]
-    assert np.array_equal(indirect[count:].view(np.int32)[numbers], direct)
+    direct = replace(models, is_indirect=False).table().view(np.uint32).reshape(len(models.frequencies), -1)
+    numbers = replace(models, is_indirect=True).table().reshape(direct.shape)
+    found = lane_models.entries_of(numbers, models.table_bits, models.raw_bits, models.low, is_pair=False)
+    assert np.array_equal(found, direct)
 
 
-def test_tails_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of some lanes with nearly no words, beside some with hundreds."""
-    found = set()
+def test_models_of_large_matrices_are_judged_by_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns that are all alike look different in a few rows, and only in these."""
+    monkeypatch.setattr(lane_models, "LARGE", 1 << 16)
+    monkeypatch.setattr(lane_models, "_SAMPLE_OF_LARGE", 1 << 14)
+    codes = normal(512, 1024, 1.0)
+    models, size = lane_models.fit_models(codes)
+    assert len(models.frequencies) == 1
+    assert size > 0.999 * entropy_bytes(codes)
+
+
+def test_lanes_of_different_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some with nearly no words, beside some with hundreds."""
+    monkeypatch.setattr(lanes, "LANE_BITS", {0: 20000})
     for scale in (0.1, 0.5, 100.0):
         codes = normal(2000, 128, scale)
         codes[:, ::2] = 0
-        monkeypatch.setattr(lanes, "LANE_BITS", {0: 20000})
         packed, layout = pack_lanes(codes, 128, free=False)
-        found.add(layout.tail_bits)
         assert np.array_equal(decode_reference(packed, layout, torch.int16).numpy(), codes.reshape(-1))
-    assert found == {0, 4, 8}
 
 
 @pytest.mark.parametrize("scaled", ["one", "row", "column"])
@@ -281,17 +291,60 @@ def test_a_linear_layer_multiplies_a_vector_without_rebuilding_its_weight(
 
 def test_a_gpu_that_cannot_decode_lanes_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane_decode, "on_gpu", lambda _: True)
-    monkeypatch.setattr(lane_decode, "has_triton", lambda: False)
     lane_decode.warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="needs triton"):
+    nvrtc.why_not.cache_clear()
+    with pytest.warns(UserWarning, match="torch was built without CUDA"):
         assert not uses_lanes(torch.empty(0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not uses_lanes(torch.empty(0))
-    monkeypatch.setattr(lane_decode, "has_triton", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+
+
+def test_a_gpu_without_a_compiler_for_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.warns(UserWarning, match="8.0, this one has 7.5"):
-        assert not uses_lanes(torch.empty(0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    nvrtc.why_not.cache_clear()
+    assert "8.0, this one has 7.5" in nvrtc.why_not(0)
+    nvrtc.why_not.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert uses_lanes(torch.empty(0))
+    monkeypatch.setattr(nvrtc, "_library_names", lambda: iter(["libnone.so"]))
+    nvrtc._library.cache_clear()
+    assert "no kernel could be compiled (libnone.so" in nvrtc.why_not(0)
+
+    def refuse(*_: object) -> bytes:
+        raise nvrtc.CudaError("NVRTC failed to compile nothing.cu: no such architecture")
+
+    monkeypatch.setattr(nvrtc, "compile_source", refuse)
+    nvrtc.why_not.cache_clear()
+    assert "no such architecture" in nvrtc.why_not(0)
+    nvrtc.why_not.cache_clear()
+
+
+@pytest.mark.usefixtures("in_lanes")
+def test_rows_of_a_table_are_columns_of_lanes_where_they_are_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoded = fp.Scalar(8, clip="minmax").encode(Weight(seeded(1600, 96) ** 5))
+    weight = PackedWeight(encoded, torch.empty(0, dtype=torch.bfloat16))
+    expected = decode(encoded).bfloat16()
+    asked: list[int] = []
+
+    def columns(*arguments: object) -> Callable[[Tensor], Tensor]:
+        assert arguments[3:] == ("column", torch.bfloat16, torch.float32)
+
+        def gather(wanted: Tensor) -> Tensor:
+            asked.append(len(wanted))
+            return expected[wanted]
+
+        return gather
+
+    monkeypatch.setattr(packed_weight, "on_gpu", lambda _: True)
+    monkeypatch.setattr(packed_weight, "columns_of", columns)
+    layer = nn.Embedding(1600, 96).bfloat16()
+    hold_packed(layer, PackedEmbedding, weight)
+    few = torch.tensor([[3, 1599], [0, 3]])
+    assert_same_tensor(layer(few), expected[few])
+    assert asked == [4]
+    monkeypatch.setattr(packed_weight, "on_gpu", lambda _: False)
+    assert_same_tensor(layer(few), expected[few])
+    assert asked == [4]

@@ -27,7 +27,6 @@ def run(
     bits: list[int] | None = None,
     shapes: list[list[int]] | None = None,
     layers: list[list[int]] | None = None,
-    variants: list[dict[str, Any]] | None = None,
     models: list[str] | None = None,
     ratio: float = 12.0,
     overhead: bool = False,
@@ -46,9 +45,6 @@ def run(
         return {"models": sized, "normal": [size_normal([2048, 2048], width) for width in bits]}
     from benchmarks.studies.kernels.timing import copy_bytes_per_s
 
-    if variants is not None:
-        cases = product(variants, layers or [], bits)
-        return {"variants": [time_variant(variant, shape, width) for variant, shape, width in cases]}
     bandwidth = copy_bytes_per_s()
     print(f"  copies move {bandwidth / 1e12:.2f} TB/s", flush=True)
     decoded = [time_decoding(shape, width, bandwidth) for shape, width in product(shapes or [], bits)]
@@ -125,7 +121,7 @@ def size_model(name: str, ratio: float) -> dict[str, Any]:
 
 def section_bytes(layout: Any, total: int) -> dict[str, int]:
     """What the parts of codes in lanes take."""
-    ends = [layout.headers_at, layout.groups_at, layout.table_at, layout.patches_at, layout.classes_at, total]
+    ends = [layout.states_at, layout.groups_at, layout.table_at, layout.patches_at, layout.classes_at, total]
     names = ("words", "first states", "groups", "tables", "rare codes", "classes")
     return {name: end - start for name, start, end in zip(names, [0, *ends], ends, strict=False)}
 
@@ -133,19 +129,18 @@ def section_bytes(layout: Any, total: int) -> dict[str, int]:
 def time_decoding(shape: list[int], bits: int, bandwidth: float) -> dict[str, Any]:
     """Decoding to BF16 from more weights than the cache holds, and whether every bit is right."""
     from benchmarks.studies.kernels.timing import copies_of, graph_us
-    from factorpack.runtime.lane_triton import decode_lanes
+    from factorpack.runtime.lane_cuda import LaneDecoder
     from factorpack.runtime.lanes import pack_lanes
 
     codes = normal_codes(shape[::-1], bits)
     packed, layout = pack_lanes(codes, shape[0], free=False)
-    scale = torch.rand(1, 1, device="cuda")
-    out = torch.full((codes.size,), torch.nan, dtype=torch.bfloat16, device="cuda")
+    scale = torch.rand(1, 1, device="cuda").half()
     calls = [
-        partial(decode_lanes, each, layout, scale, "one", out, torch.float32)
+        LaneDecoder(each, layout, scale, "one", torch.bfloat16, torch.float32)
         for each in copies_of(packed.cuda())
     ]
-    calls[0]()
-    expected = (torch.from_numpy(codes).cuda().float() * scale).bfloat16().view(-1)
+    out = calls[0]()
+    expected = (torch.from_numpy(codes).cuda().float() * scale.float()).bfloat16().view(-1)
     us = graph_us(calls)
     row = {
         "shape": shape,
@@ -197,28 +192,6 @@ def time_layer(shape: list[int], bits: int) -> dict[str, Any]:
                 "bf16_eager_us": eager_us(theirs),
                 "error": float(error),
             }
-    print(f"  {row}", flush=True)
-    return row
-
-
-def time_variant(variant: dict[str, Any], shape: list[int], bits: int) -> dict[str, Any]:
-    """Products at batch 1 by another variant of the kernel, in a graph: what `CHOSEN` should be."""
-    from benchmarks.studies.kernels.timing import copies_of, graph_us
-    from factorpack.runtime import lane_triton
-    from factorpack.runtime.lanes import pack_lanes
-
-    packed, layout = pack_lanes(normal_codes(shape[::-1], bits), shape[0], free=False)
-    values = torch.randn(shape[1], device="cuda", dtype=torch.bfloat16)
-    scale, before = torch.rand(shape[0], device="cuda").half(), lane_triton.CHOSEN
-    lane_triton.CHOSEN = lane_triton.Variant(**variant)
-    try:
-        calls = [
-            partial(lane_triton.LaneProduct(each, layout, scale), values) for each in copies_of(packed.cuda())
-        ]
-        us = graph_us(calls)
-    finally:
-        lane_triton.CHOSEN = before
-    row = {"variant": variant, "shape": shape, "bits": bits, "us": us, "pairs": bool(layout.is_pair)}
     print(f"  {row}", flush=True)
     return row
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import timeit
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,6 +11,8 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+
+from factorpack.runtime import nvrtc
 
 CALLS, ROUNDS = 20, 2000
 """Short rounds, the fastest of which other programs did not interrupt."""
@@ -24,23 +27,39 @@ class _Nothing:
         return lambda *_, **__: self
 
 
+class _Driver:
+    """The parts of CUDA's driver that a launch meets. They do nothing."""
+
+    def __init__(self) -> None:
+        self.cuLaunchKernel = ctypes.CDLL(
+            None
+        ).isalpha  # a C function: that of 1 is 0, and it ignores what follows
+        self.cuLaunchKernel.argtypes = nvrtc.LAUNCH_TYPES
+
+    def cuModuleGetFunction(self, function: Any, *_: object) -> int:
+        function._obj.value = 1
+        return 0
+
+
 @contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
-    from factorpack.runtime import lane_triton, launching, multiply_triton
+    from factorpack.runtime import lane_cuda, launching, multiply_triton
 
     nothing = _Nothing()
     places = ("multiply", "lane_decode", "packed_weight", "packed_layers")
     with ExitStack() as stack:
         for place in places:
             stack.enter_context(patch(f"factorpack.runtime.{place}.on_gpu", lambda _: True))
-        for place in ("multiply", "lane_decode", "packed_weight"):
-            stack.enter_context(patch(f"factorpack.runtime.{place}.has_triton", lambda: True))
+        stack.enter_context(patch("factorpack.runtime.multiply.has_triton", lambda: True))
         stack.enter_context(patch("factorpack.runtime.packed_weight.uses_lanes", lambda _: True))
-        stack.enter_context(patch.object(lane_triton, "_decode", nothing))
-        stack.enter_context(patch.object(lane_triton, "add_splits", nothing))
+        stack.enter_context(patch.object(nvrtc, "_driver", _Driver))
+        stack.enter_context(patch.object(nvrtc, "load_module", lambda *_: nvrtc.Module(ctypes.c_void_p())))
+        stack.enter_context(patch.object(lane_cuda, "_multiprocessors", lambda _: 132))
         stack.enter_context(patch.object(multiply_triton, "_multiply", nothing))
         stack.enter_context(patch.object(multiply_triton, "add_splits", nothing))
-        stack.enter_context(patch.object(launching, "current_stream", lambda _: 0))
+        for user in (launching, lane_cuda):
+            stack.enter_context(patch.object(user, "current_stream", lambda _: 0))
+        stack.callback(lane_cuda._module.cache_clear)
         stack.enter_context(patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0)))
         yield
 

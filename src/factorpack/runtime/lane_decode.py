@@ -9,83 +9,95 @@ import torch
 from torch import Tensor
 
 from factorpack.quantize.uniform import from_codes
-from factorpack.runtime.lane_models import PAIR_BITS, STATE_BITS, WORD_BITS
-from factorpack.runtime.lanes import GROUP, TAIL_AT, TAILS, LaneLayout
-from factorpack.runtime.multiply import has_triton, on_device, on_gpu, warn_once
+from factorpack.runtime import nvrtc
+from factorpack.runtime.lane_models import COUNT_BITS, FIELD_BITS, LIMIT, PAIR_BITS, entries_of
+from factorpack.runtime.lanes import FIRST_WORDS, GROUP, LaneLayout
+from factorpack.runtime.multiply import on_device, on_gpu, warn_once
 
 
 class _Reader:
-    """All lanes, (segments, columns): where each takes its next word from."""
+    """All lanes, (segments, lanes): what each has of its words, and which are next for a group."""
 
     def __init__(self, packed: Tensor, layout: LaneLayout) -> None:
         shape = (layout.segments, layout.lanes)
-        self.words = packed[: layout.headers_at].view(torch.int16)
-        count = layout.segments * layout.lanes
-        sections = packed[layout.headers_at : layout.groups_at]
-        headers = sections[: 4 * count].view(torch.int32).long().view(shape)
-        groups = _integers(packed, layout.groups_at, 4 * layout.segments * layout.groups)
-        self.state = headers & ((1 << STATE_BITS + WORD_BITS) - 1)
-        tails = headers >> TAIL_AT & TAILS[0]
-        if layout.tail_bits:
-            longer = sections[4 * count : 5 * count]
-            tails = (
-                tails | (_halves(longer, count) if layout.tail_bits == 4 else longer.long()).view(shape) << 4
-            )
+        self.words = packed[: layout.states_at].view(torch.int32)
+        states = packed[layout.states_at :][: 2 * layout.segments * layout.lanes]
+        self.states = states.view(torch.int16).long().view(shape)
+        groups = _integers(packed, layout.groups_at, 2 * layout.segments * layout.groups)
+        first = groups.view(layout.segments, layout.groups, 2)[:, :, 0]
         lane = torch.arange(layout.lanes, device=packed.device)
-        group, within = lane // GROUP, lane % GROUP
-        first, levels, _, _ = groups.view(layout.segments, layout.groups, 4)[:, group].unbind(2)
-        self.stride = (layout.lanes - GROUP * group).clamp(max=GROUP)
-        before = tails.cumsum(1) - tails
-        self.tail = first + levels * self.stride + before - before[:, group * GROUP]
-        self.start = first + within
-        self.levels = levels
-        self.taken = torch.zeros_like(levels)
+        self.group = (lane // GROUP).expand(shape)
+        width = (layout.lanes - lane // GROUP * GROUP).clamp(max=GROUP)
+        place = first.gather(1, self.group) + lane % GROUP
+        self.held = [self._words_at(place + number * width) for number in range(FIRST_WORDS)]
+        self.next = first + FIRST_WORDS * (layout.lanes - GROUP * torch.arange(layout.groups)).clamp(
+            max=GROUP
+        ).to(packed.device)
+        # The bit to be read next, in the first of the words; the highest one is a mark.
+        self.place = 32 - self.held[0].double().log2().floor().long()
 
-    def take(self, rows: int, wanted: Tensor) -> Tensor:
-        """The next word of lanes of the first segments; those that do not want it keep it."""
-        taken, levels = self.taken[:rows], self.levels[:rows]
-        inside = self.start[:rows] + taken * self.stride
-        place = torch.where(taken < levels, inside, self.tail[:rows] + taken - levels)
-        taken += wanted
-        return self.words[place].long()
+    def _words_at(self, places: Tensor) -> Tensor:
+        """A lane that has used all of its words takes anything."""
+        return self.words[places.clamp(max=len(self.words) - 1)].long() & 0xFFFFFFFF
+
+    def take(self, rows: int) -> None:
+        """Lanes of the first segments that have used a word drop it, and take the next of their group."""
+        wanted, group = self.place[:rows] >= 32, self.group[:rows]
+        before = wanted.long().cumsum(1)
+        ends = torch.arange(GROUP - 1, before.shape[1] + GROUP - 1, GROUP, device=before.device)
+        until = before[:, ends.clamp(max=before.shape[1] - 1)]
+        started = until - torch.diff(until, dim=1, prepend=torch.zeros_like(until[:, :1]))
+        rank = before - 1 - started.gather(1, group)
+        taken = self._words_at(self.next[:rows].gather(1, group) + rank.clamp(min=0))
+        for own, later in zip(self.held, [*(each[:rows] for each in self.held[1:]), taken], strict=True):
+            own[:rows] = torch.where(wanted, later, own[:rows])
+        self.next[:rows] += until - started
+        self.place[:rows] -= 32 * wanted.long()
+
+    def read(self, rows: int, count: Tensor) -> Tensor:
+        """The next bits of lanes of the first segments, as numbers."""
+        window = self.held[0][:rows] << 32 | self.held[1][:rows]
+        found = window >> (64 - count - self.place[:rows]).clamp(max=63)
+        self.place[:rows] += count
+        return found & (1 << count) - 1
 
 
 def decode_reference(packed: Tensor, layout: LaneLayout, dtype: torch.dtype) -> Tensor:
     """The inverse of `pack_lanes`, in plain torch: (count,)."""
-    table = _table(packed, layout)
-    bits, raw, rows = layout.table_bits, layout.raw_bits, layout.rows
-    mask, reader = (1 << bits) - 1, _Reader(packed, layout)
+    entries, reader, rows = _entries(packed, layout), _Reader(packed, layout), layout.rows
     codes = torch.empty(rows, layout.columns, dtype=dtype, device=packed.device)
     model = packed.new_zeros(rows, 1, dtype=torch.int64)
     if layout.models > 1:
         classes = _halves(packed[layout.classes_at :], rows + layout.columns)
         model = classes[:rows, None] + classes[rows : rows + layout.columns]
+    raw = torch.tensor(layout.raw_bits, device=packed.device)
     for step in range(min(layout.segment, rows)):
         own = codes[step :: layout.segment]
-        state = reader.state[: len(own)]
-        low = state & ((1 << raw) - 1)
-        slot = state >> raw & mask
-        entry = table[(model[step :: layout.segment] << bits) + slot]
-        state.copy_(((entry & mask) + 1) * (state >> raw + bits) + slot - (entry >> bits & mask))
-        wanted = state < 1 << STATE_BITS
-        word = reader.take(len(own), wanted) & 0xFFFF
-        state.copy_(torch.where(wanted, state << WORD_BITS | word, state))
-        symbol = entry >> 2 * bits
-        own.copy_(_unpaired(symbol) if layout.is_pair else symbol << raw | low)
+        state = reader.states[: len(own)]
+        if step % layout.steps == 0:
+            reader.take(len(own))
+        entry = entries[(model[step :: layout.segment] << layout.table_bits) + state]
+        count = entry & (1 << COUNT_BITS) - 1
+        base = entry >> COUNT_BITS + FIELD_BITS & (1 << 32 - COUNT_BITS - FIELD_BITS) - 1
+        state.copy_((base << count | reader.read(len(own), count)) - (1 << layout.table_bits))
+        field = entry >> COUNT_BITS & (1 << FIELD_BITS) - 1
+        if layout.is_pair:
+            own.copy_(_unpaired(field))
+        else:
+            own.copy_(field + reader.read(len(own), raw) - LIMIT)
     if layout.has_patches:
         _patch(codes, packed, layout)
     return codes.view(-1)[: layout.count]
 
 
-def _table(packed: Tensor, layout: LaneLayout) -> Tensor:
+def _entries(packed: Tensor, layout: LaneLayout) -> Tensor:
     """The entry of every slot of every model."""
     count = layout.models << layout.table_bits
     if not layout.is_indirect:
         return _integers(packed, layout.table_at, count)
-    slots = packed[layout.table_at : layout.table_at + count].long()
-    model = torch.arange(layout.models, device=packed.device).repeat_interleave(1 << layout.table_bits)
-    number = model * layout.stride + slots
-    return _integers(packed, layout.table_at + count, int(number.max()) + 1)[number]
+    numbers = packed[layout.table_at : layout.table_at + count].view(layout.models, -1).cpu().numpy()
+    found = entries_of(numbers, layout.table_bits, layout.raw_bits, layout.low, layout.is_pair)
+    return torch.from_numpy(found.view("int32").ravel()).long().to(packed.device)
 
 
 def _halves(packed: Tensor, count: int) -> Tensor:
@@ -94,17 +106,16 @@ def _halves(packed: Tensor, count: int) -> Tensor:
     return torch.stack([found & 15, found >> 4], 1).view(-1)[:count]
 
 
-def _unpaired(symbols: Tensor) -> Tensor:
+def _unpaired(fields: Tensor) -> Tensor:
     """Pairs as codes: (..., n) -> (..., 2n)."""
     half = 1 << PAIR_BITS - 1
-    second = (symbols & 2 * half - 1 ^ half) - half
-    return torch.stack([symbols >> PAIR_BITS, second], -1).flatten(-2)
+    return (torch.stack([fields >> PAIR_BITS, fields & 2 * half - 1], -1) - half).flatten(-2)
 
 
 def _patch(codes: Tensor, packed: Tensor, layout: LaneLayout) -> None:
     """Writes the codes that have no symbol of their own."""
     groups = layout.segments * layout.groups
-    before = _integers(packed, layout.groups_at, 4 * groups + 4)[3::4]
+    before = _integers(packed, layout.groups_at, 2 * groups + 2)[1::2]
     patches = _integers(packed, layout.patches_at, int(before[-1]))
     group = torch.repeat_interleave(torch.arange(groups, device=packed.device), before.diff())
     width = GROUP * layout.columns // layout.lanes
@@ -186,13 +197,11 @@ def _fastest(
     dtype: torch.dtype,
     decoded: torch.dtype,
 ) -> Tensor:
-    if on_gpu(packed) and has_triton():
-        from factorpack.runtime import lane_triton  # only where there is a GPU
+    if on_gpu(packed):
+        from factorpack.runtime.lane_cuda import LaneDecoder  # only where there is a GPU
 
-        out = torch.empty(layout.count, dtype=dtype, device=packed.device)
         with on_device(packed):
-            lane_triton.decode_lanes(packed, layout, scale, scaled, out, decoded)
-        return out
+            return LaneDecoder(packed, layout, scale, scaled, dtype, decoded)()
     if scale is None:
         return decode_reference(packed, layout, dtype)
     codes = decode_reference(packed, layout, torch.int16).view(-1, layout.columns)
@@ -220,7 +229,7 @@ def _multiply_shape(inputs: Tensor, packed: Tensor, layout: list[int], scale: Te
 
 
 def _product(inputs: Tensor, packed: Tensor, layout: LaneLayout, scale: Tensor) -> Tensor:
-    if on_gpu(packed) and has_triton():
+    if on_gpu(packed):
         return product_of(packed, layout, scale)(inputs)
     codes = decode_reference(packed, layout, torch.int16).view(-1, layout.columns)
     return (inputs.float() @ codes.float() * scale.float()).to(inputs.dtype)
@@ -228,7 +237,7 @@ def _product(inputs: Tensor, packed: Tensor, layout: LaneLayout, scale: Tensor) 
 
 def product_of(packed: Tensor, layout: LaneLayout, scale: Tensor) -> Callable[[Tensor], Tensor]:
     """`multiply` by one weight on a GPU, with everything but the inputs looked up once."""
-    from factorpack.runtime.lane_triton import LaneProduct  # only where there is a GPU
+    from factorpack.runtime.lane_cuda import LaneProduct  # only where there is a GPU
 
     product = LaneProduct(packed, layout, scale)
 
@@ -248,7 +257,7 @@ def decoder_of(
     decoded: torch.dtype,
 ) -> Callable[[], Tensor]:
     """`decode` of one weight on a GPU, with everything looked up once."""
-    from factorpack.runtime.lane_triton import LaneDecoder  # only where there is a GPU
+    from factorpack.runtime.lane_cuda import LaneDecoder  # only where there is a GPU
 
     decoder = LaneDecoder(packed, layout, scale, scaled, dtype, decoded)
 
@@ -259,18 +268,31 @@ def decoder_of(
     return decoded_now
 
 
+def columns_of(
+    packed: Tensor,
+    layout: LaneLayout,
+    scale: Tensor,
+    scaled: str,
+    dtype: torch.dtype,
+    decoded: torch.dtype,
+) -> Callable[[Tensor], Tensor]:
+    """Some columns of one weight on a GPU, by their numbers: (n,) -> (n, rows)."""
+    from factorpack.runtime.lane_cuda import ColumnDecoder  # only where there is a GPU
+
+    decoder = ColumnDecoder(packed, layout, scale, scaled, dtype, decoded)
+
+    def gathered(wanted: Tensor) -> Tensor:
+        with on_device(packed):
+            return decoder(wanted.contiguous())
+
+    return gathered
+
+
 def uses_lanes(like: Tensor) -> bool:
     """Whether codes beside this tensor are held in lanes; where a GPU cannot decode them, one line says so."""
     if not on_gpu(like):
         return False
-    if not has_triton():
-        warn_once("packed codes are held at fixed width, not entropy-coded: that needs triton")
-        return False
-    major, minor = torch.cuda.get_device_capability(like.device)
-    if torch.version.cuda is not None and major < 8:
-        warn_once(
-            "packed codes are held at fixed width, not entropy-coded: "
-            f"that needs a GPU of compute capability 8.0, this one has {major}.{minor}"
-        )
-        return False
-    return True
+    obstacle = nvrtc.why_not(like.device.index)
+    if obstacle:
+        warn_once(f"packed codes are held at fixed width, not entropy-coded: {obstacle}")
+    return not obstacle

@@ -4,13 +4,15 @@ As in a file, the class of an entry is its row's class plus its column's, and ea
 frequencies. There are fewer classes than in a file, since each one's table takes memory.
 
 A symbol is a code without its lowest `raw_bits`, which are nearly uniform where codes are wide; or it is a
-pair of codes. A table has 2^table_bits slots, and each symbol has as many of them as its frequency. The entry of
-a symbol is an integer of 32 bits: the frequency minus one in the lowest `table_bits`, above it the symbol's first
-slot, above that the symbol, signed. A code so rare that it has no slot is coded as zero, and patched afterwards.
+pair of codes. It is coded by a tabled variant of asymmetric numeral systems: a state is one of 2^table_bits
+slots, and each symbol has as many slots as its frequency, spread over all. The entry of a slot is an integer of
+32 bits: how many bits are read next (the lowest 6), the field (12 bits), and above these the number that the bits
+are appended to, which gives the next state. The field is the code plus 2048, with zeros for raw bits; or both
+codes of a pair plus 32, in six bits each. A code so rare that it has no slot is coded as zero, and patched
+afterwards.
 
-Every slot of a large matrix has its symbol's entry. In a small one these would take more than a percent of all
-bytes: there a slot has one byte, the number of its symbol, and each symbol has one entry. That is one load more.
-Symbols are numbered through all models where these have 256 together; otherwise in each, from the lowest of all.
+A large matrix has all entries of its tables. In a small one these would take more than a percent of all bytes:
+there a slot has the number of its symbol, in a byte, which is enough to make the entries.
 """
 
 from __future__ import annotations
@@ -22,17 +24,21 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-STATE_BITS, WORD_BITS = 12, 16
-"""A lane's state is between 2^12 and 2^28: below, it takes a word."""
 TABLE_BITS, RAW_BITS, MOST_MODELS = (6, 7, 8, 9, 10, 11), (0, 1, 2, 3), (1, 2, 4, 8, 16)
-"""What is tried. At most STATE_BITS bits of the state may be read at a time."""
-PAIR_TABLE_BITS, PAIR_BITS = 11, 5
+"""What is tried."""
+PAIR_TABLE_BITS, PAIR_BITS = (10, 11, 12, 13), 6
 """For symbols that are pairs: bits of the table, and of each code."""
+SMALL_TABLE = 1.002
+"""What a smaller table may cost: more blocks have their tables in shared memory at a time."""
+COUNT_BITS, FIELD_BITS = 6, 12
+"""Of an entry, from the lowest bit: the bits to be read, and the field."""
+MOST_SLOTS = 1 << 14
+"""Of all models together: their entries are in the memory that the threads of a block share."""
 LARGE = 1 << 22
 """Codes of a matrix whose table has an entry for every slot."""
 MOST_NUMBERS = 256
 """Symbols that a byte tells apart."""
-LIMIT = 1 << 11
+LIMIT = 1 << FIELD_BITS - 1
 """Codes from -2048 to 2047 can be in lanes."""
 PATCH_BITS = 32
 _PATCH_SHARE = 0.06
@@ -59,27 +65,30 @@ class Models:
 
     is_indirect: bool
     """Whether a slot has the number of its symbol, and not its entry."""
+    is_pair: bool = False
 
-    @property
-    def stride(self) -> int:
-        """Entries between those of one model and the next; 0 where symbols are numbered through."""
-        return 0 if np.count_nonzero(self.frequencies) <= MOST_NUMBERS else self.frequencies.shape[1]
+    def numbers(self) -> NDArray[np.uint8 | np.uint16]:
+        """The number of every slot's symbol, counted from the first: (models, slots)."""
+        kind = np.uint8 if self.frequencies.shape[1] <= MOST_NUMBERS else np.uint16
+        symbols, slots = np.arange(self.frequencies.shape[1], dtype=kind), 1 << self.table_bits
+        found = np.empty((len(self.frequencies), slots), kind)
+        spread = np.arange(slots) * (slots // 2 + slots // 8 + 3) % slots
+        for own, frequencies in zip(found, self.frequencies, strict=True):
+            own[spread] = np.repeat(symbols, frequencies)
+        return found
 
     def table(self) -> NDArray[np.uint8]:
-        """What the decoder looks up: entries by slot, or symbols by slot and then entries by symbol."""
-        models, symbols = self.frequencies.shape
-        start = np.cumsum(self.frequencies, 1) - self.frequencies
-        symbol = self.low + np.arange(symbols)
-        frequency = np.maximum(self.frequencies, 1) - 1
-        entries = (symbol << 2 * self.table_bits | start << self.table_bits | frequency).astype(np.int32)
-        each = self.frequencies.ravel()
-        if not self.is_indirect:
-            return np.repeat(entries.ravel(), each).view(np.uint8)
-        numbers = np.tile(np.arange(symbols), models)
-        if self.stride == 0:
-            numbers, entries = np.cumsum(each > 0) - 1, entries[self.frequencies > 0]
-        slots = np.repeat(numbers.astype(np.uint8), each)
-        return np.concatenate([slots, entries.ravel().view(np.uint8)])
+        """What the decoder looks up, by slot: entries, or the numbers of symbols."""
+        numbers = self.numbers()
+        if self.is_indirect:
+            return numbers.astype(np.uint8).ravel()
+        return (
+            entries_of(numbers, self.table_bits, self.raw_bits, self.low, self.is_pair).view(np.uint8).ravel()
+        )
+
+    def slots(self) -> NDArray[np.int32]:
+        """Slots in the order of their symbols, model after model: (models x slots,)."""
+        return np.argsort(self.numbers(), 1, kind="stable").astype(np.int32).ravel()
 
     def joint(self, symbols: Codes) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """The place in `frequencies` of every symbol of (r, n), and which of them must be patched."""
@@ -95,22 +104,41 @@ class Models:
         return first + number, is_rare
 
 
+def entries_of(
+    numbers: NDArray[np.uint8 | np.uint16], table_bits: int, raw_bits: int, low: int, is_pair: bool
+) -> NDArray[np.uint32]:
+    """The entries of slots with these symbols, (models, slots). Slots of a symbol follow each other in order."""
+    order = np.argsort(numbers, 1, kind="stable")
+    entries = np.empty(numbers.shape, np.uint32)
+    for own, slots, symbols in zip(entries, order, numbers, strict=True):
+        counts = np.bincount(symbols)
+        before = np.repeat(np.cumsum(counts) - counts - counts, counts)
+        base = np.arange(len(slots)) - before  # from the symbol's frequency to less than twice as much
+        read = table_bits - np.floor(np.log2(base)).astype(np.int64)
+        field = (symbols[slots].astype(np.int64) + low << raw_bits) + LIMIT
+        field ^= (1 << PAIR_BITS - 1) * is_pair
+        own[slots] = base << COUNT_BITS + FIELD_BITS | field << COUNT_BITS | read
+    return entries
+
+
 def fit_models(codes: Codes) -> tuple[Models, float]:
     """The models with which a matrix (r, n) of at least one code takes fewest bytes, and these, estimated."""
     is_indirect = codes.size < LARGE
     step = min(max(1, codes.size // (_SAMPLE if is_indirect else _SAMPLE_OF_LARGE)), len(codes))
-    taken = codes[::step]
+    # Rows that classes are not made from: other rows would show gains that are not there.
+    among = slice(step // 2, None, step)
+    taken = codes[among]
     scale = codes.size / taken.size
     best: tuple[float, int, int, tuple[Classes, Classes]] | None = None
     for rows, columns in _classings(codes, step):
-        low, counts = _counts(taken, rows[::step], columns)
+        low, counts = _counts(taken, rows[among], columns)
         side = (len(rows) + len(columns)) / 2 if len(counts) > 1 else 0
         for table_bits, raw_bits in product(TABLE_BITS, RAW_BITS):
-            if table_bits + raw_bits > STATE_BITS:
+            if len(counts) << table_bits > MOST_SLOTS:
                 continue
             merged = _merged(low, counts, raw_bits)
             message = scale * (_message_bits(*merged, table_bits) + raw_bits * taken.size) / 8
-            total = message + _table_bytes(*merged, table_bits, is_indirect) + side
+            total = message + _table_bytes(merged[1], table_bits, is_indirect) + side
             if best is None or total < best[0]:
                 best = total, table_bits, raw_bits, (rows, columns)
     assert best is not None
@@ -122,23 +150,27 @@ def fit_models(codes: Codes) -> tuple[Models, float]:
     return Models(table_bits, raw_bits, rows, columns, low, frequencies, is_indirect), total
 
 
-def _table_bytes(low: int, counts: Counts, table_bits: int, is_indirect: bool) -> int:
-    """About what `Models.table` takes."""
-    if not is_indirect:
-        return 4 * len(counts) << table_bits
-    used = np.count_nonzero(_patched(low, counts, table_bits)[0])
-    entries = used if used <= MOST_NUMBERS else counts.size
-    return (len(counts) << table_bits) + 4 * int(entries)
+def _table_bytes(counts: Counts, table_bits: int, is_indirect: bool) -> int:
+    """What `Models.table` takes."""
+    has_bytes = is_indirect and counts.shape[1] <= MOST_NUMBERS
+    return len(counts) << table_bits + (0 if has_bytes else 2)
 
 
 def fit_pairs(symbols: Codes, most: float) -> Models | None:
     """One model for symbols that are pairs; None where these would take more than `most` bytes."""
     rows, columns = np.zeros(len(symbols), np.uint8), np.zeros(symbols.shape[1], np.uint8)
-    low, counts = _counts(symbols, rows, columns)
-    total = _message_bits(low, counts, PAIR_TABLE_BITS) / 8 + (4 << PAIR_TABLE_BITS)
-    if total > most:
+    every = max(1, symbols.size // _SAMPLE)
+    low, counts = _counts(symbols[::every], rows[::every], columns)
+    scale = symbols.size / counts.sum()
+
+    def taken(bits: int) -> float:
+        return float(scale) * _message_bits(low, counts, bits) / 8 + (4 << bits)
+
+    sizes = {bits: taken(bits) for bits in PAIR_TABLE_BITS}
+    bits = next(bits for bits, size in sizes.items() if size <= SMALL_TABLE * min(sizes.values()))
+    if sizes[bits] > most:
         return None
-    return Models(PAIR_TABLE_BITS, 0, rows, columns, *_frequencies(low, counts, PAIR_TABLE_BITS), False)
+    return Models(bits, 0, rows, columns, *_frequencies(low, counts, bits), False, True)
 
 
 def _classings(codes: Codes, step: int) -> Iterator[tuple[Classes, Classes]]:
@@ -192,8 +224,7 @@ def _merged(low: int, counts: Counts, raw_bits: int) -> tuple[int, Counts]:
 
 def _patched(low: int, counts: Counts, table_bits: int) -> tuple[Counts, int]:
     """Counts in which rare symbols are zeros, with at least one zero in each model; and how many are rare."""
-    symbols, most = low + np.arange(counts.shape[1]), 1 << 31 - 2 * table_bits
-    fits = (symbols >= -most) & (symbols < most)
+    fits = low + np.arange(counts.shape[1]) < LIMIT
     kept = (counts << table_bits > _PATCH_SHARE * counts.sum(1, keepdims=True)) & fits
     kept[:, -low] = True
     found = np.where(kept, counts, 0)

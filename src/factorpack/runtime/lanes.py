@@ -1,20 +1,21 @@
 """Codes in lanes: entropy-coded in memory so that thousands of threads can decode them.
 
-A file's streams are read from front to back. Here each column of a matrix, in segments of some hundred rows,
-is a lane with a small stream of its own, coded by asymmetric numeral systems with 16-bit words. A thread per
-lane decodes down its column, so that neighbouring threads write neighbouring codes, and a row's scale or
-class is the same for all of them.
+A file's streams are read from front to back. Here each column of a matrix, or pair of columns, is in segments of
+some hundred rows a lane with a small stream of its own. A thread per lane decodes down its column, so that
+neighbouring threads write neighbouring codes, and a row's scale or class is the same for all of them.
 
-Neighbouring lanes are a group. The words of a group that all its lanes have are stored level by level, so that
-the lanes read neighbouring words at about the same time; what a lane has beyond these is its tail, and the
-tails follow, lane by lane. A group's patches are codes too rare for the tables: 32 bits for each, the row within
-the segment (12), the column within the group (8) and the code (12).
+A lane's stream is a string of bits (lane_models.py) in words of 32: a one marks the first bit, and the last bit is
+the last of a word. 32 neighbouring lanes are a group, which has its words in the order in which they are taken: at
+first three of each lane, then, before every few steps, one of each lane that has used one. So threads that run
+side by side read neighbouring words. A group's patches are codes too rare for the tables: 32 bits for each, the row
+within the segment (12), the column within the group (8) and the code (12).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,30 +26,28 @@ from factorpack.errors import WeightError
 from factorpack.runtime.lane_models import (
     LIMIT,
     PAIR_BITS,
-    STATE_BITS,
-    WORD_BITS,
     Codes,
     Models,
     fit_models,
     fit_pairs,
 )
 
-GROUP = 128
-"""Lanes of a group, except the last of a row of groups."""
-LANE_BITS = {0: 3200, 1 << 22: 1600, 1 << 25: 3200}
+GROUP = 32
+"""Lanes of a group, except the last of a row of groups: the threads of a warp."""
+FIRST_WORDS = 3
+"""Words that a lane has ahead, so that it need not wait for memory."""
+MOST_STEPS = 4
+LANE_BITS = {0: 3200, 1 << 22: 1300, 1 << 25: 3200, 1 << 27: 4000}
 """By least number of codes: bits of a lane, about. Short lanes make many, to be decoded at a time; but each takes
-24 bits more than its codes. Small matrices are decoded fast enough anyway, and large ones have enough lanes."""
+32 bits more than its codes. Small matrices are decoded fast enough anyway, and large ones have enough lanes."""
 LONGEST_SEGMENT = 4096
 """Rows of a lane that a patch can count."""
 LEAST_COLUMNS, LEAST_LANES = 64, 32
 """A narrower matrix, or a shorter one than a lane, is cut into other rows, of this many codes at least."""
-LANE_BYTES = 3.2
+LANE_BYTES = 4.2
 """What a lane takes beyond its codes, about."""
-PAIR_MARGIN = 1.01
+PAIR_MARGIN = 1.015
 """Pairs are decoded twice as fast, so they may take a little more."""
-TAILS = {0: 15, 4: 255, 8: 4095}
-"""Words of a tail that a header can count, with as many bits more."""
-TAIL_AT = STATE_BITS + WORD_BITS
 _RUNS, _RUN = 64, 4096
 """Runs of codes, whose entropy is about that of all, and the length of a run."""
 _LANES_AT_A_TIME = 1 << 14
@@ -66,20 +65,17 @@ class LaneLayout:
     table_bits: int
     raw_bits: int
     models: int
+    low: int
+    """The first symbol of the tables."""
     has_patches: bool
-    tail_bits: int
     is_pair: bool
     """Whether a symbol is two neighbouring codes of a row, so that a lane has two columns."""
     is_indirect: bool
-    """Whether every slot has the number of a symbol, in a byte, and the symbols' entries follow."""
-    stride: int
-    """Then: entries between those of one model and the next, 0 where symbols are numbered through."""
-    headers_at: int
-    """Bytes before the lanes' headers, 32 bits each: the first state, and above it the words of the tail.
-    Longer tails have `tail_bits` more per lane, after all headers: their words divided by 16."""
+    """Whether the tables have the number of every slot's symbol, in a byte, and not its entry."""
+    states_at: int
+    """Bytes before the lanes' first states, 16 bits each. Before them are all words."""
     groups_at: int
-    """Bytes before four 32-bit integers per group: its first word, its levels, its steps without a tail, and the
-    number of patches before its own; and once more the last one, for all patches."""
+    """Bytes before two 32-bit integers per group: the words and the patches before its own; and two for all."""
     table_at: int
     patches_at: int
     classes_at: int
@@ -102,6 +98,11 @@ class LaneLayout:
     def lanes(self) -> int:
         """Lanes of one segment."""
         return self.columns // 2 if self.is_pair else self.columns
+
+    @property
+    def steps(self) -> int:
+        """Steps between the times at which lanes may take a word."""
+        return steps_between(self.table_bits, self.raw_bits)
 
 
 def fits_lanes(low: int, high: int) -> bool:
@@ -128,16 +129,14 @@ def pack_lanes(codes: Codes, columns: int, unit: int = 1, free: bool = True) -> 
         if narrow_size + LANE_BYTES * narrow < size + LANE_BYTES * columns:
             columns, matrix, models, size = narrow, narrow_matrix, narrow_models, narrow_size
     symbols: Codes = matrix >> models.raw_bits
-    is_pair = False
     if columns % 2 == 0:
         pairs = _pairs(matrix)
         paired = fit_pairs(pairs, PAIR_MARGIN * size)
         if paired is not None:
-            symbols, models, is_pair = pairs, paired, True
-    segment = -(-len(matrix) // max(1, round(len(matrix) * (1 + is_pair) / wanted)))
+            symbols, models = pairs, paired
+    segment = -(-len(matrix) // max(1, round(len(matrix) * (1 + models.is_pair) / wanted)))
     segment = min(segment, LONGEST_SEGMENT)
-    encoded = _encode(symbols, matrix, models, segment, is_pair)
-    return _joined(flat.size, columns, segment, is_pair, models, encoded)
+    return _joined(flat.size, columns, segment, models, _encode(symbols, matrix, models, segment))
 
 
 def _in_rows(codes: Codes, columns: int) -> Codes:
@@ -161,23 +160,20 @@ def _entropy(codes: Codes) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Encoded:
-    words: NDArray[np.uint16]
-    headers: NDArray[np.uint32]
-    tail_bits: int
-    longer: NDArray[np.uint8]
-    """As many bits more of each lane's tail length."""
+    words: NDArray[np.uint32]
+    states: NDArray[np.uint16]
     groups: NDArray[np.int32]
     patches: NDArray[np.int32]
 
 
 def _joined(
-    count: int, columns: int, segment: int, is_pair: bool, models: Models, encoded: _Encoded
+    count: int, columns: int, segment: int, models: Models, encoded: _Encoded
 ) -> tuple[Tensor, LaneLayout]:
     """All arrays in one, each beginning at a multiple of 16 bytes."""
     nothing = np.empty(0, np.uint8)
-    sections = [
+    sections: list[NDArray[Any]] = [
         encoded.words,
-        np.concatenate([encoded.headers.view(np.uint8), encoded.longer]),
+        encoded.states,
         encoded.groups,
         models.table(),
         encoded.patches,
@@ -194,11 +190,10 @@ def _joined(
         models.table_bits,
         models.raw_bits,
         len(models.frequencies),
+        models.low,
         len(encoded.patches) > 0,
-        encoded.tail_bits,
-        is_pair,
+        models.is_pair,
         models.is_indirect,
-        models.stride,
         *starts[1:6],
     )
     return torch.from_numpy(packed), layout
@@ -220,24 +215,31 @@ def _pairs(codes: Codes) -> Codes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stream:
-    """Words of some lanes in the order of writing, and their steps: (most words, lanes); and how many."""
+    """The words of some lanes: (most words, lanes), in the order of writing; how many; and the first states.
 
-    words: NDArray[np.uint16]
-    steps: NDArray[np.uint16]
+    `left` is, for every time that lanes may take words, how many they still use from there on: (times, lanes).
+    """
+
+    words: NDArray[np.uint32]
     counts: NDArray[np.int64]
-    states: NDArray[np.int64]
+    states: NDArray[np.int32]
+    left: NDArray[np.int16]
 
 
-def _encode(symbols: Codes, codes: Codes, models: Models, segment: int, is_pair: bool) -> _Encoded:
+def steps_between(table_bits: int, raw_bits: int) -> int:
+    """Steps between the times at which lanes may take a word: they use no more than one meanwhile."""
+    return min(32 // (table_bits + raw_bits), MOST_STEPS)
+
+
+def _encode(symbols: Codes, codes: Codes, models: Models, segment: int) -> _Encoded:
     """All lanes, some columns at a time."""
     rows, columns = symbols.shape
     segments, across = -(-rows // segment), -(-columns // GROUP)
     width = max(_LANES_AT_A_TIME // segments // GROUP, 1) * GROUP
-    states, tails = np.empty((2, segments, columns), np.uint32)
-    groups = np.empty((segments, across, 4), np.int32)
-    words: list[NDArray[np.uint16]] = []
+    states = np.empty((segments, columns), np.uint16)
+    lengths = np.empty((segments, across), np.int64)
+    words: list[list[NDArray[np.uint32]]] = [[] for _ in range(segments)]
     is_rare = np.empty(symbols.shape, np.bool_)
-    first, tail_bits = 0, -1
     for left in range(0, columns, width):
         own = slice(left, left + width)
         part = replace(models, columns=models.columns[own])
@@ -245,118 +247,97 @@ def _encode(symbols: Codes, codes: Codes, models: Models, segment: int, is_pair:
         raw = np.where(is_rare[:, own], 0, codes[:, own]) if models.raw_bits else None
         stream = _encode_lanes(joint, raw, part, segment)
         each = min(width, columns - left)
-        if tail_bits < 0:
-            tail_bits = _tail_bits(stream.counts.reshape(segments, each))
         states[:, own] = stream.states.reshape(segments, each)
-        for row, lane in product(range(segments), range(0, each, GROUP)):
-            end = min(lane + GROUP, each)
-            laid, tails[row, left + lane : left + end], *numbers = _lay_out(
-                stream, slice(row * each + lane, row * each + end), TAILS[tail_bits]
-            )
-            groups[row, (left + lane) // GROUP, :3] = first, *numbers
-            words.append(laid)
-            first += len(laid)
-    words.append(np.zeros(GROUP + 1, np.uint16))  # a lane loads one word ahead
-    patches, counts = _patches(codes, is_rare.repeat(2, 1) if is_pair else is_rare, segment, 1 + is_pair)
-    groups[:, :, 3] = (np.cumsum(counts) - counts).reshape(segments, across)
-    headers = (states | (tails & TAILS[0]) << TAIL_AT).reshape(-1)
-    longer = (tails >> 4).astype(np.uint8).reshape(-1)
-    end = np.array([0, 0, 0, len(patches)], np.int32)
-    return _Encoded(
-        np.concatenate(words),
-        headers,
-        tail_bits,
-        {0: longer[:0], 4: _by_halves(longer), 8: longer}[tail_bits],
-        np.append(groups.reshape(-1), end),
-        patches,
-    )
+        for row in range(segments):
+            lanes, own_rows = slice(row * each, (row + 1) * each), min(segment, rows - row * segment)
+            times = -(-own_rows // steps_between(models.table_bits, models.raw_bits))
+            laid, lengths[row, left // GROUP : -(-(left + each) // GROUP)] = _lay_out(stream, lanes, times)
+            words[row].append(laid)
+    patches, counts = _patches(codes, is_rare.repeat(2, 1) if models.is_pair else is_rare, segment, models)
+    first = np.stack([np.cumsum(lengths) - lengths.ravel(), np.cumsum(counts) - counts], 1)
+    groups = np.append(first.ravel(), [lengths.sum(), len(patches)]).astype(np.int32)
+    return _Encoded(np.concatenate([*chain.from_iterable(words)]), states.reshape(-1), groups, patches)
 
 
 def _patches(
-    codes: Codes, is_rare: NDArray[np.bool_], segment: int, each: int
+    codes: Codes, is_rare: NDArray[np.bool_], segment: int, models: Models
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """The patches of all groups, `each` columns per lane, and how many each group has."""
+    """The patches of all groups, and how many each group has."""
+    each = GROUP * (1 + models.is_pair)
     row, column = np.nonzero(is_rare & (codes != 0))
-    across = -(-codes.shape[1] // (each * GROUP))
-    group = row // segment * across + column // (each * GROUP)
+    across = -(-codes.shape[1] // each)
+    group = row // segment * across + column // each
     order = np.argsort(group, kind="stable")
     code = codes[row, column].astype(np.int64) & 0xFFF
-    patch = (row % segment << 20 | column % (each * GROUP) << 12 | code)[order]
+    patch = (row % segment << 20 | column % each << 12 | code)[order]
     return patch.astype(np.uint32).view(np.int32), np.bincount(
         group, minlength=-(-len(codes) // segment) * across
     )
 
 
 def _encode_lanes(joint: NDArray[np.int32], raw: Codes | None, models: Models, segment: int) -> _Stream:
-    """All lanes of some columns at the same time, from the last row to the first."""
+    """All lanes of some columns at the same time, from the last row to the first, and from their last bit."""
     rows, columns = joint.shape
     segments, raw_bits, bits = -(-rows // segment), models.raw_bits, models.table_bits
-    frequency = models.frequencies.ravel()
-    start = (np.cumsum(models.frequencies, 1) - models.frequencies).ravel()
-    inverse = 1 / np.maximum(frequency, 1)
-    limit = frequency << WORD_BITS + STATE_BITS - bits - raw_bits
-    lanes, most = segments * columns, segment * (bits + raw_bits) // WORD_BITS + 2
+    frequency = models.frequencies.ravel().astype(np.int32)
+    slots, first = models.slots(), np.cumsum(frequency) - frequency
+    # As FSE does: (state + `shifts`) >> 16 bits are written, after which the state has the symbol's range.
+    most = bits - np.floor(np.log2(np.maximum(frequency - 1, 1))).astype(np.int32)
+    most[frequency == 1] = bits
+    shifts, base = (most << 16) - (frequency << most), (first - frequency).astype(np.int32)
+    lanes, times = segments * columns, steps_between(bits, raw_bits)
     stream = _Stream(
-        np.empty((most, lanes), np.uint16),
-        np.empty((most, lanes), np.uint16),
+        np.empty((segment * (bits + raw_bits) // 32 + 2, lanes), np.uint32),
         np.zeros(lanes, np.int64),
-        np.full(lanes, 1 << STATE_BITS, np.int64),
+        np.zeros(lanes, np.int32),
+        np.zeros((-(-min(segment, rows) // times), lanes), np.int16),
     )
+    filled, count = np.zeros(lanes, np.uint64), np.zeros(lanes, np.int32)
     for step in reversed(range(min(segment, rows))):
         own = joint[step::segment].reshape(-1)
-        states = stream.states[: len(own)]
-        full = np.flatnonzero(states >= limit.take(own))
-        _write(stream, full, states[full], step)
-        states[full] >>= WORD_BITS
-        quotient = ((states + 0.5) * inverse.take(own)).astype(np.int64)  # exact: states have 28 bits
-        states += quotient * ((1 << bits) - frequency).take(own) + start.take(own)
+        some = slice(len(own))
         if raw is not None:
             low = raw[step::segment].reshape(-1).astype(np.int64) & ((1 << raw_bits) - 1)
-            states[:] = states << raw_bits | low
+            filled[some] |= low.astype(np.uint64) << count[some].astype(np.uint64)
+            count[some] += raw_bits
+        state = stream.states[some] + (1 << bits)
+        number = (state + shifts.take(own)) >> 16
+        filled[some] |= (state & ((1 << number) - 1)).astype(np.uint64) << count[some].astype(np.uint64)
+        count[some] += number
+        stream.states[some] = slots.take(base.take(own) + (state >> number))
+        full = np.flatnonzero(count[some] >= 32)
+        _write(stream, full, filled[full])
+        filled[full] >>= np.uint64(32)
+        count[full] -= 32
+        if step % times == 0:
+            stream.left[step // times, some] = stream.counts[some] + (count[some] > 0)
+    # A one before the first bit marks it.
+    _write(stream, np.arange(lanes), filled | np.uint64(1) << count.astype(np.uint64))
     return stream
 
 
-def _write(stream: _Stream, lanes: NDArray[np.intp], words: NDArray[np.int64], step: int) -> None:
+def _write(stream: _Stream, lanes: NDArray[np.intp], words: NDArray[np.uint64]) -> None:
     place = stream.counts[lanes] * stream.words.shape[1] + lanes
-    stream.words.reshape(-1)[place] = words & 0xFFFF
-    stream.steps.reshape(-1)[place] = step
+    stream.words.reshape(-1)[place] = words & np.uint64(0xFFFFFFFF)
     stream.counts[lanes] += 1
 
 
-def _tail_bits(counts: NDArray[np.int64]) -> int:
-    """Bits more for each lane with which lanes take least: too short tails are padded to."""
-    most = [counts[:, left : left + GROUP].max(1, keepdims=True) for left in range(0, counts.shape[1], GROUP)]
-    missing = np.repeat(np.concatenate(most, 1), GROUP, 1)[:, : counts.shape[1]] - counts
+def _lay_out(stream: _Stream, lanes: slice, times: int) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """The words of neighbouring lanes of one segment, in the order in which they are taken, and each group's number.
 
-    def taken(bits: int) -> int:
-        return bits * counts.size + WORD_BITS * int(np.maximum(missing - TAILS[bits], 0).sum())
-
-    return min(TAILS, key=taken)
-
-
-def _lay_out(
-    stream: _Stream, lanes: slice, longest: int
-) -> tuple[NDArray[np.uint16], NDArray[np.int64], int, int]:
-    """A group's words in memory order, the lengths of its tails, its levels, and its steps without a tail.
-
-    A word is read in the opposite order of its writing.
+    A lane begins with FIRST_WORDS, and takes another whenever it has used one. Those beyond its last are zeros,
+    and left out at the end of a group.
     """
-    counts = stream.counts[lanes]
-    most = int(counts.max())
-    levels = max(int(counts.min()), most - longest)
-    order = counts - 1 - np.arange(most)[:, None]  # (level, lane): when it was written
-    exists = order >= 0
-    written = np.take_along_axis(stream.words[:, lanes], np.maximum(order, 0), 0)
-    written[~exists] = 0  # where even the levels are padded
-    tail = written[levels:].T[np.asarray(exists[levels:]).T]
-    safe = 0
-    if levels:
-        last = order[levels - 1]
-        steps = np.take_along_axis(stream.steps[:, lanes], np.maximum(last, 0)[None], 0)[0]
-        safe = int(np.where(last >= 0, steps, 0xFFFF).min())
-    return (
-        np.concatenate([written[:levels].reshape(-1), tail]),
-        np.maximum(counts - levels, 0),
-        levels,
-        safe,
-    )
+    counts, left = stream.counts[lanes], stream.left[:times, lanes]
+    across = -(-len(counts) // GROUP)
+    is_taken = np.zeros((FIRST_WORDS + times, across * GROUP), np.bool_)
+    is_taken[:FIRST_WORDS, : len(counts)] = True
+    is_taken[FIRST_WORDS:, : len(counts)] = np.diff(left, axis=0, prepend=counts[None].astype(np.int16)) < 0
+    numbers = is_taken.cumsum(0, dtype=np.int16)
+    group, time, within = np.nonzero(is_taken.reshape(-1, across, GROUP).transpose(1, 0, 2))
+    lane = group * GROUP + within
+    place = counts[lane] - numbers[time, lane]  # a word is read in the opposite order of its writing
+    words = np.where(place >= 0, stream.words[:, lanes][np.maximum(place, 0), lane], np.uint32(0))
+    start, real = np.searchsorted(group, np.arange(across)), np.flatnonzero(place >= 0)
+    end = real[np.searchsorted(group[real], np.arange(across), "right") - 1] + 1
+    return words[np.arange(len(group)) < end[group]], end - start

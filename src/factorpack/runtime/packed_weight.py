@@ -36,9 +36,16 @@ from factorpack.runtime.code_rows import (
     unpack_rows,
     unpack_rows_reference,
 )
-from factorpack.runtime.lane_decode import decode, decoder_of, multiply, product_of, uses_lanes
+from factorpack.runtime.lane_decode import (
+    columns_of,
+    decode,
+    decoder_of,
+    multiply,
+    product_of,
+    uses_lanes,
+)
 from factorpack.runtime.lanes import LaneLayout, fits_lanes, pack_lanes
-from factorpack.runtime.multiply import has_triton, on_gpu
+from factorpack.runtime.multiply import on_gpu
 
 FEWEST_IN_LANES = 1024
 """Codes below which a table of frequencies is not worth it."""
@@ -78,6 +85,7 @@ class PackedWeight(nn.Module):
         )
         """Whether a vector can be multiplied by lanes, without decoding the weight to memory."""
         self._product: Callable[[Tensor], Tensor] | None = None
+        self._columns: Callable[[Tensor], Tensor] | None = None
         self._decoder: Callable[[], Tensor] | None = None
         self._row_scale: Tensor | None = None
         self.codes: Tensor
@@ -133,20 +141,24 @@ class PackedWeight(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self._product = self._decoder = self._row_scale = None  # with assign=True there are other tensors now
+        self._product = self._columns = self._decoder = self._row_scale = (
+            None  # with assign=True there are other tensors now
+        )
         if self.folded is not None:
             self.fold()
 
     def _apply(self, *args: Any, **kwargs: Any) -> PackedWeight:
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        self._product = self._decoder = self._row_scale = None  # their tensors may be elsewhere now
+        self._product = self._columns = self._decoder = self._row_scale = (
+            None  # their tensors may be elsewhere now
+        )
         if self.folded is not None:  # again, since a narrow type has lost what a wide one holds
             self.fold()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which have tensors of their own."""
-        return {**self.__dict__, "_product": None, "_decoder": None, "_row_scale": None}
+        return {**self.__dict__, "_product": None, "_columns": None, "_decoder": None, "_row_scale": None}
 
     def forward(self) -> Tensor:
         """The weight as `load_into` would give it to the model."""
@@ -176,7 +188,7 @@ class PackedWeight(nn.Module):
         if not torch.compiler.is_compiling():
             if self._decoder is not None:
                 return self._decoder()
-            if on_gpu(self.codes) and has_triton():
+            if on_gpu(self.codes):
                 self._decoder = decoder_of(*self._lane_arguments())
                 return self._decoder()
         return decode(*self._lane_arguments())
@@ -190,7 +202,7 @@ class PackedWeight(nn.Module):
         if self._product is not None and not torch.compiler.is_compiling():
             return self._product(inputs)
         codes, layout, scale = self._lane_arguments()[:3]
-        if not torch.compiler.is_compiling() and on_gpu(codes) and has_triton():
+        if not torch.compiler.is_compiling() and on_gpu(codes):
             self._product = product_of(codes, layout, scale.view(-1))
             return self._product(inputs)
         return multiply(inputs, codes, layout, scale.view(-1))
@@ -228,6 +240,8 @@ class PackedWeight(nn.Module):
     def rows(self, index: Tensor) -> Tensor:
         """Entries of the weight's first axis, (n,) -> (n, ...), without rebuilding the others."""
         assert self.tiling is not None
+        if self._gathers(len(index)):
+            return self._gathered(index)
         each = math.prod(self.shape[1:]) // self.tiling.size
         count, device = self.shape[0] * each, index.device
         # Raises an error for an index outside the rows.
@@ -243,6 +257,17 @@ class PackedWeight(nn.Module):
         with torch.autocast(self.like.device.type, enabled=False):
             found = rebuild(self._encoded((len(index), *self.shape[1:]), parts))
         return found.to(self.like.dtype)
+
+    def _gathers(self, count: int) -> bool:
+        """Whether rows of the weight are columns of lanes, and so few that all groups of lanes take longer."""
+        if not self.has_product or not on_gpu(self.codes) or torch.compiler.is_compiling():
+            return False
+        return 2 * count < self.lanes["codes"].groups
+
+    def _gathered(self, index: Tensor) -> Tensor:
+        if self._columns is None:
+            self._columns = columns_of(*self._lane_arguments())
+        return self._columns(index.long())
 
     def _at(self, name: str, axis: int, rows: Tensor, tiles: Tensor) -> Tensor:
         """A part's entries for some rows, which consist of `tiles`, along the first axis that codes have in memory."""
