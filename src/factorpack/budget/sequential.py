@@ -33,6 +33,9 @@ NEARLY = 0.03
 LARGE, HALF = 0.02, 0.5
 """What the estimate of a weight with a larger share of the bytes is wrong by, later weights make up for, from where
 this share of the bytes is left: until then nobody waits for its stream."""
+LATE = 0.25
+"""Where weights are coded on a GPU, as fast as streams are made, the share from which streams are waited for: once,
+since one that has just begun would hold up everything, and what is estimated after that is little."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +76,8 @@ class SequentialCoder:
         walk = self._knowledge.walk(self._compressed)
         journal = self._journal.after("codes", dict(methods), dict(planned), aim)
         estimated: dict[str, int] = {}
-        half = HALF * sum(planned.values())
+        on_gpu = self._compressed is not None and works_together(device_of(self._compressed))
+        little = (LATE if on_gpu else HALF) * sum(planned.values())
         with (
             Progress("compressing", self._work(self.order), self._progress) as bar,
             LargestFirst(torch.get_num_threads()) as pool,
@@ -81,8 +85,9 @@ class SequentialCoder:
             for name in self.order:
                 bar.show(name)
                 to_come = sum(planned[later] for later in planned if later not in self._done)
-                if to_come <= half:
+                if to_come <= little:
                     left -= self._settle(estimated)
+                    little = -1.0 if on_gpu else little
                 share = left / max(to_come, 1.0)
                 kept = journal.find(name, self.streams)
                 if kept is not None:
