@@ -40,7 +40,7 @@ BETWEEN = 2
 """Activations between two segments may take so many times as much: fewer tensors of them are made than of outputs."""
 WITHIN = 4
 """Activations inside a segment are about as many times as large as those at its border."""
-COMPARED = 256
+COMPARED = 64
 """Values of each row of a layer's input that show whether rows are in the order of samples."""
 ALIKE = 5e-3
 """A difference that counts as none, relative to that of samples: products may be of reduced precision."""
