@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 import factorpack as fp
 from factorpack.batches import evaluating
+from factorpack.budget import tensors
 from factorpack.budget.divergence import measure_divergence
 from factorpack.budget.planner import Planner
+from factorpack.budget.sequential import SequentialCoder, _Wait
 from factorpack.calibration.calibrate import calibrate
 from factorpack.decoding import decode
 from factorpack.weight import Weight
@@ -290,6 +292,47 @@ def test_a_calibrated_budget_a_fifth_above_the_smallest(tmp_path: Path) -> None:
     model = mlp()
     budget = int(smallest(model) * 1.2)
     assert saved_bytes(compressed(model, max_bytes=budget, calibration=[VECTORS]), tmp_path) <= budget
+
+
+def test_the_smallest_file_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before there is work to lose; what codes may take is known from it."""
+    measured = []
+    inner = tensors.file_bytes
+    monkeypatch.setattr(tensors, "file_bytes", lambda *of: measured.append(1) or inner(*of))
+    fp.compress(conv_net(), ratio=8, calibration=IMAGES, progress=False)
+    assert len(measured) == 1
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_where_streams_take_longer_than_codes_they_are_waited_for_once(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Late, when most of what was estimated is made: what is then known to be missing, later weights get."""
+    if on_gpu:
+        monkeypatch.setattr("factorpack.budget.coding.ALONE", frozenset())
+    settled: list[tuple[int, int]] = []
+    inner = SequentialCoder._settle
+
+    def settle(coder: SequentialCoder, estimated: dict[str, int]) -> int:
+        settled.append((len(coder._done), len(estimated)))
+        return inner(coder, estimated)
+
+    monkeypatch.setattr(SequentialCoder, "_settle", settle)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))).eval()
+    fp.compress(net, ratio=8, calibration=[seeded(64, 64)], planner=Planner(refine=False), progress=False)
+    assert len(settled) == (1 if on_gpu else 12 - settled[0][0])
+    assert settled[0][1] == settled[0][0]  # all of them are large
+    assert settled[0][0] > (7 if on_gpu else 4)
+
+
+def test_the_last_weight_makes_up_for_what_is_missing_however_large_it_is() -> None:
+    """A head has a third of the bytes, and the table of words before it another; neither waits for itself."""
+    wait = _Wait(90.0, on_gpu=True)
+    assert [wait.is_due(to_come, own) for to_come, own in ((60.0, 30.0), (30.0, 30.0))] == [False, True]
+    assert not wait.is_due(10.0, 10.0)
+    on_cpu = _Wait(90.0, on_gpu=False)
+    assert [on_cpu.is_due(to_come, 30.0) for to_come in (60.0, 45.0, 30.0)] == [False, True, True]
 
 
 def test_nothing_to_compress() -> None:

@@ -15,6 +15,7 @@ from factorpack.batches import hooked
 from factorpack.budget.curves import Curve
 from factorpack.budget.divergence import Reference, divergence_of
 from factorpack.budget.outputs import Predictions, predictions_of
+from factorpack.budget.side_by_side import SideBySide
 from factorpack.budget.trial import (
     LARGEST_CORRECTION,
     SingleWeightTrial,
@@ -24,6 +25,7 @@ from factorpack.budget.trial import (
 from factorpack.calibration.calibrate import calibrate
 from factorpack.decoding import decode
 from factorpack.methods import Keep, Scalar
+from factorpack.passes.segments import Border
 from factorpack.record import Encoded
 from factorpack.weight import Weight
 from tests.helpers import seeded
@@ -245,6 +247,59 @@ def test_weights_tried_in_one_pass_diverge_as_they_do_alone(
     assert found == pytest.approx(expected, rel=1e-5)
     assert (max(together) > 7 * 3) == (room > 2000)
     assert all(torch.equal(value, before[name]) for name, value in trial.state.items())
+
+
+class Turned(nn.Module):
+    """A block whose first layer gets time before samples, flat or not, though the second has them in order."""
+
+    def __init__(self, flat: bool) -> None:
+        super().__init__()
+        self.turned, self.straight, self.flat = nn.Linear(12, 12), nn.Linear(12, 12), flat
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = x.transpose(0, 1)
+        rows = inner.flatten(0, 1) if self.flat else inner
+        x = x + self.turned(rows).reshape(inner.shape).transpose(0, 1)
+        return self.straight(x).relu()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_layer_whose_rows_are_not_in_the_order_of_samples_is_tried_alone(
+    flat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    blocks = (Turned(flat) for _ in range(3))
+    model, tried = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(72, 5)).eval(), list[str]()
+    trial, codes = SingleWeightTrial(model, calibrate(model, seeded(8, 6, 12))), rough_codes(model)
+    expected = dict(trial.divergences(codes))
+    monkeypatch.setattr("factorpack.budget.coding.ALONE", frozenset())
+    inner = SideBySide.move_changed
+
+    def noting(
+        self: SideBySide, index: int, copies: Border, weights: Mapping[str, torch.Tensor], place: int
+    ) -> Border:
+        tried.extend(weights)
+        return inner(self, index, copies, weights, place)
+
+    monkeypatch.setattr(SideBySide, "move_changed", noting)
+    assert dict(trial.divergences(codes)) == pytest.approx(expected, rel=1e-5)
+    assert tried == [f"{block}.straight" for block in range(3)]
+
+
+def test_the_weights_of_a_segment_are_tried_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of four segments: three with weights of their own, and the last."""
+    monkeypatch.setattr("factorpack.budget.coding.ALONE", frozenset())
+    model = nn.Sequential(
+        *(nn.Sequential(*(nn.Linear(12, 12) for _ in range(8))) for _ in range(3)), nn.Linear(12, 5)
+    ).eval()
+    trial, codes = SingleWeightTrial(model, calibrate(model, seeded(8, 12))), rough_codes(model)
+    del codes["3.weight"]  # the last segment's, tried alone
+    assert trial._copies.are_independent()
+    passes: list[int] = []
+    with hooked(trial.model, after={"0.0": lambda _module, _inputs, output: passes.append(len(output))}):
+        found = dict(trial.divergences(codes))
+    assert len(found) == len(codes) == 24
+    assert passes == [8 * 8]
 
 
 @pytest.mark.parametrize(

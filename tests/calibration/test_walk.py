@@ -17,6 +17,7 @@ from factorpack.batches import hooked
 from factorpack.budget.knowledge import Knowledge, learn
 from factorpack.budget.planner import BudgetRequest, Planner
 from factorpack.budget.tensors import split_tensors
+from factorpack.calibration import joined
 from factorpack.calibration import walk as walk_module
 from factorpack.calibration.calibrate import Calibration, calibrate
 from factorpack.calibration.walk import Walk
@@ -157,7 +158,8 @@ def test_layers_with_one_input_share_its_moments() -> None:
     counts: Counter[str] = Counter()
     with counted(model, counts):
         q, k, v = (walk.moments(f"model.layers.1.self_attn.{key}_proj") for key in "qkv")
-        assert counts["calls"] == 2 * 7  # two batches to the border, and from there no layer
+        # two batches to the border, and from there to the block's last layer, for what the others of it get
+        assert counts["calls"] == 2 * (7 + 6)
     assert q.second is k.second is v.second
     assert q.original_mean is k.original_mean
     assert q.original_power is not None
@@ -178,8 +180,22 @@ def calls_of_a_sequential_pass(depth: int) -> int:
 
 
 def test_depth_costs_once() -> None:
-    """A block of seven layers: four different inputs, found after 0, 3, 4 and 6 layers, and the way on, 7."""
-    assert [calls_of_a_sequential_pass(depth) for depth in (2, 4, 8)] == [2 * 20 * d for d in (2, 4, 8)]
+    """A block of seven layers: four different inputs, found after 0, 3, 4 and 6 layers, and the way on, 7.
+
+    In the original, which does not change, one pass of 6 layers finds all four.
+    """
+    assert [calls_of_a_sequential_pass(depth) for depth in (2, 4, 8)] == [(20 + 13) * d for d in (2, 4, 8)]
+
+
+def test_inputs_that_take_much_memory_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes then stop where memory ends, at the first of their layers if need be, and begin again from the border."""
+    monkeypatch.setattr(walk_module, "SEEN_BYTES", 1)
+    assert calls_of_a_sequential_pass(2) == (20 + 20) * 2
+    width, tokens = llama(2).config.hidden_size, padded_tokens()["input_ids"].numel()
+    monkeypatch.setattr(
+        walk_module, "SEEN_BYTES", 4 * width * tokens
+    )  # two inputs: those of q and o, gate and down
+    assert calls_of_a_sequential_pass(2) == (20 + 3 + 6 + 7) * 2
 
 
 def test_a_plan_s_moments_cost_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +247,31 @@ def test_nothing_is_left_on_the_models() -> None:
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in each.modules())
 
 
+def test_more_tokens_pass_through_blocks_than_to_the_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: four batches of 18 tokens, of which two at once may reach the logits."""
+    monkeypatch.setattr(joined, "_pays", lambda _model: True)
+    monkeypatch.setattr(joined, "PREDICTED_TOKENS", 36)
+    model, layer = llama(2), "model.layers.1.mlp.up_proj"
+    tokens = torch.randint(0, 50, (8, 9), generator=torch.Generator().manual_seed(0))
+    calibration = calibrate(model, [{"input_ids": part} for part in tokens.split(2)])
+    layers = [name for name in calibration.order if has_moments(model.get_submodule(name))]
+    widest = max(model.get_submodule(name).in_features for name in layers)
+    found = []
+    for at_once, passes in ((72, 1), (40, 2), (1, 2)):
+        monkeypatch.setattr(joined, "INSIDE_BYTES", 4 * joined.INSIDE * widest * at_once)
+        rows: list[int] = []
+        with hooked(
+            model, after={"model.norm": lambda _module, _inputs, output, rows=rows: rows.append(len(output))}
+        ):
+            walk = Walk(calibration, model, None, layers)
+            rows.clear()
+            walk.moments("lm_head")
+        assert rows == [8 // passes] * passes
+        found.append(walk.moments(layer).second)
+    for each in found:
+        assert_close(each, calibration.moments([layer], model)[layer].second.double())
+
+
 def test_batches_of_tokens_are_merged_where_they_are_alike() -> None:
     model = llama(2)
     tokens = torch.randint(0, 50, (12, 9), generator=torch.Generator().manual_seed(0))
@@ -241,11 +282,11 @@ def test_batches_of_tokens_are_merged_where_they_are_alike() -> None:
     ]
     batches.append({"input_ids": tokens[:2, :5], "attention_mask": mask[:2, :5]})
     calibration = calibrate(model, batches)
-    merged = calibration.merged()
+    merged = calibration.merged(1 << 14)
     assert [len(batch["input_ids"]) for batch in merged.batches] == [12, 2]
     assert len(merged) == len(calibration) == 14
     layer = "model.layers.1.mlp.up_proj"
     one, other = (Walk(each, model, None, [layer]).moments(layer) for each in (calibration, merged))
     assert_close(one.second, other.second.double())
     images = calibrate(nn.Linear(3, 2), [seeded(4, 3), seeded(4, 3, seed=1)])
-    assert len(images.merged().batches) == 2
+    assert len(images.merged(1 << 14).batches) == 2

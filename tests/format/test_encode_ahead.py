@@ -15,10 +15,12 @@ from factorpack.format import encode_ahead as ahead
 from factorpack.format.container import Reader, stored
 from factorpack.format.encode_ahead import Streams, encode_ahead
 from factorpack.format.packed_file import bytes_of, file_bytes, rows_of, write_packed
+from factorpack.methods import Keep
 from factorpack.packed import Packed, load, save
 from factorpack.record import Encoded
+from factorpack.weight import Weight
 from tests.golden.make import ALIASES, tensors
-from tests.helpers import assert_same_encoded
+from tests.helpers import assert_same_encoded, seeded
 
 
 def coded(rows: int, columns: int, seed: int) -> Encoded:
@@ -120,6 +122,28 @@ def test_what_was_measured_is_not_encoded_again(tmp_path: Path, monkeypatch: pyt
     save(Packed(made, ALIASES), tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == (tmp_path / "file").read_bytes()
     assert list(load(tmp_path / "file")) == list(made)
+
+
+def test_a_few_values_that_are_kept_start_no_thread():
+    """A model has a hundred norms, and a measured one weights that are zero."""
+    kept = {f"norm{seed}": Keep().encode(Weight(seeded(64, seed=seed))) for seed in range(40)}
+    zero = Encoded("constant", (900, 700), torch.float32, {"value": torch.zeros(1)})
+    before, seen = threading.active_count(), 0
+    for _ in encode_ahead((kept | {"weight": zero}).items(), 8):
+        seen += threading.active_count() == before
+    assert seen == 41
+
+
+def test_an_error_in_a_few_values_waits_for_their_turn():
+    good, bad = (
+        Keep().encode(Weight(seeded(8))),
+        Encoded("keep", (3,), torch.float32, {"values": torch.ones(4)}),
+    )
+    found = encode_ahead({"good": good, "bad": bad}.items(), 4)
+    next(found)
+    with pytest.raises(FormatError) as caught:
+        next(found)
+    assert "while writing tensor 'bad'" in caught.value.__notes__
 
 
 def test_the_largest_tensor_that_waits_is_encoded_next(monkeypatch: pytest.MonkeyPatch):

@@ -50,14 +50,15 @@ def compress_to_bytes(request: BudgetRequest, max_bytes: int) -> Compressed:
     with _evaluating(request.model):
         tensors = split_tensors(request)
         # A budget that cannot be met is refused before there is work to lose.
-        tensors.for_bytes(max_bytes).overhead_bytes(max_bytes)
+        sized = tensors.for_bytes(max_bytes)
+        sized.overhead_bytes(max_bytes)
         calibration = _calibration(request, tensors)
         with (
             open_journal(request.parts, tensors, request.planner, calibration) as journal,
             open_workers(request) as workers,
         ):
             knowledge = learn(tensors, request.planner, calibration, journal, workers, request.progress)
-            return _meet_bytes(request, tensors, knowledge, max_bytes, journal)
+            return _meet_bytes(request, sized, knowledge, max_bytes, journal)
 
 
 def compress_to_loss(request: BudgetRequest, max_loss: float) -> Compressed:

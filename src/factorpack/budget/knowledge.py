@@ -177,7 +177,7 @@ def _measure_sensitivities(
     # The Fisher information of the rows of the last layer, if it predicts words, and of tables of these.
     last, words = next(reversed(calibration.order), ""), dict[str, Tensor]()
     for name, (table, *heads) in tables.items():
-        seen = _moments_of_heads(heads, calibration, model, streamed)
+        seen = _moments_of_heads(heads, calibration, model)
         tied = [(seen[head].second[0], found[head].level) for head in heads]
         rows = tensors.source.entries[name].shape[0]
         moments, sensitivity[name] = embedding_moments(found[table], rows, tied)
@@ -199,11 +199,11 @@ def _rows(found: Information) -> int:
 
 
 def _moments_of_heads(
-    heads: Sequence[str], calibration: Calibration, model: nn.Module, streamed: bool
+    heads: Sequence[str], calibration: Calibration, model: nn.Module
 ) -> dict[str, LayerMoments]:
     """Moments of the inputs of the heads that are tied to an embedding."""
-    if not streamed:
-        return calibration.moments(heads, model) if heads else {}
+    if not heads:
+        return {}
     walk = Walk(calibration, model, None, heads)
     return {head: walk.moments(head) for head in heads}
 

@@ -33,6 +33,27 @@ NEARLY = 0.03
 LARGE, HALF = 0.02, 0.5
 """What the estimate of a weight with a larger share of the bytes is wrong by, later weights make up for, from where
 this share of the bytes is left: until then nobody waits for its stream."""
+LATE = 0.25
+"""Where weights are coded on a GPU, as fast as streams are made, streams are waited for once, before the weight behind
+which this share of the bytes is left: one that has just begun would hold up everything, and what is estimated after
+that is little."""
+
+
+@dataclass(slots=True)
+class _Wait:
+    """When streams are waited for, while weights of so many bytes together get their codes."""
+
+    bytes: float
+    on_gpu: bool
+    is_over: bool = False
+
+    def is_due(self, to_come: float, planned: float) -> bool:
+        """Before a weight of `planned` bytes, which are part of those to come."""
+        if not self.on_gpu:
+            return to_come <= HALF * self.bytes
+        due = not self.is_over and to_come - planned <= LATE * self.bytes
+        self.is_over |= due
+        return due
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +94,8 @@ class SequentialCoder:
         walk = self._knowledge.walk(self._compressed)
         journal = self._journal.after("codes", dict(methods), dict(planned), aim)
         estimated: dict[str, int] = {}
-        half = HALF * sum(planned.values())
+        on_gpu = self._compressed is not None and works_together(device_of(self._compressed))
+        wait = _Wait(sum(planned.values()), on_gpu)
         with (
             Progress("compressing", self._work(self.order), self._progress) as bar,
             LargestFirst(torch.get_num_threads()) as pool,
@@ -81,7 +103,7 @@ class SequentialCoder:
             for name in self.order:
                 bar.show(name)
                 to_come = sum(planned[later] for later in planned if later not in self._done)
-                if to_come <= half:
+                if estimated and wait.is_due(to_come, planned[name]):
                     left -= self._settle(estimated)
                 share = left / max(to_come, 1.0)
                 kept = journal.find(name, self.streams)

@@ -1,13 +1,15 @@
-"""Copies of a batch side by side in one pass, each changed before by another weight.
+"""Copies of a batch side by side in one pass, each changed by another weight.
 
 A GPU takes little longer for many samples than for few. It is done only where a network's outputs for some
-samples do not depend on the others.
+samples do not depend on the others. A layer that gets them in their order multiplies one copy by a weight of its
+own, so that all weights of a segment are tried in one pass.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -26,13 +28,20 @@ from factorpack.passes.segments import (
     recording,
     run_between,
     run_on,
+    stubbed,
     tensor_in,
 )
+from factorpack.solve.evenly import spread_evenly
+from factorpack.solve.moments import has_moments
 
 COPY_BYTES = 1 << 29
 """Outputs of all copies that are computed at once."""
+BETWEEN = 2
+"""Activations between two segments may take so many times as much: fewer tensors of them are made than of outputs."""
 WITHIN = 4
 """Activations inside a segment are about as many times as large as those at its border."""
+COMPARED = 64
+"""Values of each row of a layer's input that show whether rows are in the order of samples."""
 ALIKE = 5e-3
 """A difference that counts as none, relative to that of samples: products may be of reduced precision."""
 
@@ -50,17 +59,37 @@ class SideBySide:
     ) -> None:
         self._model, self._batches, self._segments = model, batches, segments
         self._forms, self._borders = forms, borders
+        self._in_order: list[str] = []
+        """Layers that get the samples in their order, as far as is known."""
         self.are_independent = cache(self._are_independent)
+
+    def can_change(self, layer: str) -> bool:
+        """Whether one copy may get a weight of its own in a layer."""
+        return self.are_independent() and layer in self._in_order
 
     def split(self, names: Sequence[str]) -> Iterator[Sequence[str]]:
         """As many of the names at a time as there may be copies between two segments."""
         largest = max((border.bytes for borders in self._borders for border in borders), default=0)
-        most = _at_once(WITHIN * largest)
+        most = BETWEEN * _at_once(WITHIN * largest)
         return (names[start : start + most] for start in range(0, len(names), most))
 
     def move(self, index: int, copies: Border, place: int) -> Border:
         """Copies of a batch, moved along to the start of a later segment."""
         return run_between(self._model, *self._context(index, copies), place)
+
+    def move_changed(self, index: int, copies: Border, weights: Mapping[str, Tensor], segment: int) -> Border:
+        """Copies at the start of a segment, if any, moved to its end; then one for each layer, its weight changed."""
+        before = 0 if copies.value is None else self._count(index, copies)
+        count, start = before + len(weights), self._borders[index][segment]
+        if start.value is not None:
+            new = [start.value] * len(weights)
+            start = Border(segment, torch.cat(new if copies.value is None else [copies.value, *new]))
+        stubs = {
+            layer: _changed_for_one(self._model.get_submodule(layer), weight, before + place, count)
+            for place, (layer, weight) in enumerate(weights.items())
+        }
+        with stubbed(self._model, stubs):
+            return run_between(self._model, *self._context(index, start, count), segment + 1)
 
     def predict(self, index: int, copies: Border, bytes_each: int) -> Iterator[tuple[Predictions, int]]:
         """Predictions for some copies at a time, and how many they are for."""
@@ -77,9 +106,12 @@ class SideBySide:
         assert value is not None
         return len(value)
 
-    def _context(self, index: int, copies: Border) -> tuple[Any, Segments, Border, Forms]:
-        """What a pass of copies of a batch starts from."""
-        count = 1 if copies.value is None else len(copies.value) // self._rows(index, copies.place)
+    def _count(self, index: int, copies: Border) -> int:
+        return 1 if copies.value is None else len(copies.value) // self._rows(index, copies.place)
+
+    def _context(self, index: int, copies: Border, count: int = 0) -> tuple[Any, Segments, Border, Forms]:
+        """What a pass of copies of a batch starts from; at the inputs, their number must be given."""
+        count = count or self._count(index, copies)
         batch, forms = self._batches[index], self._forms[index]
         if count > 1:
             batch = repeat_batch(batch, count)
@@ -102,8 +134,12 @@ class SideBySide:
             return False
 
     def _is_unchanged_by(self, other: Any) -> bool:
-        """Whether the first batch gives the same activations and predictions with another one behind it."""
+        """Whether the first batch gives the same activations and predictions with another one behind it.
+
+        Notes which layers get it first.
+        """
         forms, batch, alike = Forms(), self._batches[0], []
+        rows_of_both, rows_of_one = Rows(), Rows()
 
         def compare(border: Border) -> Callable[[nn.Module, Any, Any], None]:
             def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -117,14 +153,76 @@ class SideBySide:
             for cut, border in zip(self._segments.cuts, self._borders[0][1:], strict=True)
         }
         model, segments = self._model, self._segments
-        with recording(model, segments, INPUTS, forms), hooked(model, after=hooks):
+        noting = (_noting(model, segments, rows) for rows in (rows_of_both, rows_of_one))
+        with recording(model, segments, INPUTS, forms), hooked(model, next(noting), hooks):
             found = predictions_of(run_on(model, both, segments, INPUTS, forms), both)
-        wanted = predictions_of(run_on(model, batch, segments, INPUTS, self._forms[0]), batch)
+        with hooked(model, next(noting)):
+            wanted = predictions_of(run_on(model, batch, segments, INPUTS, self._forms[0]), batch)
+        self._in_order = _in_order(rows_of_both, rows_of_one)
         alike.append(_are_alike(found.values, wanted.values))
         doubled = {name: _times(2, form.shape) for name, form in self._forms[0].items()}
         if doubled != {name: form.shape for name, form in forms.items()}:
             return False
         return found.are_logits == wanted.are_logits and bool(torch.stack(alike).all())
+
+
+Rows = dict[str, list[Tensor]]
+"""Some values of each row of what a layer gets, call by call."""
+
+
+def _noting(model: nn.Module, segments: Segments, rows: Rows) -> dict[str, Callable[..., None]]:
+    """Hooks that note what layers get whose weight may be another one for one copy."""
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, inputs: Sequence[Any]) -> None:
+            if not inputs or not isinstance(inputs[0], Tensor) or inputs[0].dim() < 2:
+                return
+            values = inputs[0].detach().flatten(1)
+            some = spread_evenly(values.shape[1], min(COMPARED, values.shape[1]), values.device)
+            rows.setdefault(name, []).append(values[:, some])
+
+        return hook
+
+    layers = [name for name in segments.segment_of if has_moments(model.get_submodule(name))]
+    return {name: note(name) for name in layers}
+
+
+def _in_order(both: Rows, one: Rows) -> list[str]:
+    """Layers that run once, and get the rows of one batch before those of another that is as large."""
+    names = [name for name in one if len(one[name]) == 1 and len(both.get(name, [])) == 1]
+    names = [name for name in names if len(both[name][0]) == 2 * len(one[name][0])]
+    if not names:
+        return []
+    alike = torch.stack([_are_alike(both[name][0], one[name][0]) for name in names]).tolist()
+    return [name for name, same in zip(names, alike, strict=True) if same]
+
+
+def _changed_for_one(layer: nn.Module, weight: Tensor, place: int, count: int) -> Callable[..., Tensor]:
+    """A forward of a layer that has another weight for one of so many copies."""
+    forward = layer.forward
+
+    def changed(inputs: Tensor, *others: Any, **named: Any) -> Tensor:
+        found: Tensor = forward(inputs, *others, **named)
+        size = len(inputs) // count
+        mine = slice(place * size, (place + 1) * size)
+        with _holding(layer, weight):
+            found[mine] = forward(inputs[mine], *others, **named)
+        return found
+
+    return changed
+
+
+@contextmanager
+def _holding(layer: nn.Module, weight: Tensor) -> Iterator[None]:
+    """Another weight inside the block, without a copy."""
+    own = layer.weight
+    assert isinstance(own, Tensor)
+    before = own.data
+    try:
+        own.data = weight
+        yield
+    finally:
+        own.data = before
 
 
 def _at_once(bytes_each: int) -> int:

@@ -54,9 +54,11 @@ class Tensors:
         kept = [(name, each.shape) for name, each in self.fixed.items() if not each.by_caller]
         values = count_norm_values(kept, self.model is not None and self.fold_norms)
         bits = choose_norm_bits(values, self.numel, max_bytes, self.is_calibrated)
-        while bits > FEWEST_BITS and replace(self, norm_bits=bits).smallest_bytes > max_bytes:
+        found = replace(self, norm_bits=bits)
+        while bits > FEWEST_BITS and found.smallest_bytes > max_bytes:
             bits -= 1
-        return replace(self, norm_bits=bits)
+            found = replace(self, norm_bits=bits)
+        return found
 
     def join(self, coded: Mapping[str, Encoded], state: Mapping[str, Tensor]) -> dict[str, Encoded]:
         """Every tensor in the source's order; what is kept raw as the compressed network's `state` has it now.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +38,23 @@ CPU_BORDER_BYTES = 1 << 30
 """Activations kept at the borders of segments where the model runs on a CPU."""
 
 
+class Use(NamedTuple):
+    """A layer that uses a weight, and the segment it runs in."""
+
+    layer: str
+    segment: int
+
+
+class Changed(NamedTuple):
+    """A weight that is tried."""
+
+    name: str
+    use: Use
+    weight: Tensor
+    in_one: bool
+    """Whether its segment runs with others of its weights in the same pass."""
+
+
 class SingleWeightTrial:
     """A model in which one weight at a time is replaced; it runs from the segment that holds the weight."""
 
@@ -54,7 +73,7 @@ class SingleWeightTrial:
 
     def divergence(self, name: str, encoded: Encoded) -> float:
         """Mean divergence, in nats, of the predictions with this weight packed from those without."""
-        with self._replaced(name, encoded):
+        with self._holding(name, decode(encoded)):
             pairs = zip(self.original, self._predictions(name), strict=True)
             found = [original.divergences(changed).item() for original, changed in pairs]
         return sum(found) / self._count
@@ -65,45 +84,75 @@ class SingleWeightTrial:
         for name in encoded:
             if name not in together:
                 yield name, self.divergence(name, encoded[name])
-        names = sorted(together, key=together.__getitem__)
-        for some in self._copies.split(names):
-            totals = torch.zeros(len(some), dtype=torch.float64)
-            for index, original in enumerate(self.original):
-                totals += self._run_side_by_side(index, original, {n: encoded[n] for n in some}, together)
+        in_one = {name for name in together if self._can_share_pass(name, together[name])}
+        for some in self._copies.split(
+            sorted(together, key=lambda n: (together[n].segment, n not in in_one))
+        ):
+            changed = [
+                Changed(name, together[name], self._decoded(name, encoded[name]), name in in_one)
+                for name in some
+            ]
+            found = [
+                self._run_side_by_side(index, original, changed)
+                for index, original in enumerate(self.original)
+            ]
+            totals = torch.stack(found).sum(0).double()
             yield from zip(some, (totals / self._count).tolist(), strict=True)
 
-    def _fit_together(self, encoded: Mapping[str, Encoded]) -> dict[str, int]:
-        """Weights that one segment alone uses, and another follows, with that segment."""
+    def _fit_together(self, encoded: Mapping[str, Encoded]) -> dict[str, Use]:
+        """Weights that one segment alone uses, and another follows, with that use."""
         if len(encoded) < 2 or not works_together(device_of(self.model)):
             return {}
         uses = {name: self._uses.get(self.state[name].data_ptr(), []) for name in encoded}
         last = len(self._segments) - 1
-        known = {name: its[0] for name, its in uses.items() if len(its) == 1 and its[0] < last}
+        known = {name: its[0] for name, its in uses.items() if len(its) == 1 and its[0].segment < last}
         return known if len(known) > 1 and self._copies.are_independent() else {}
 
-    def _run_side_by_side(
-        self, index: int, original: Reference, encoded: Mapping[str, Encoded], segment_of: Mapping[str, int]
-    ) -> Tensor:
-        """Divergences on a batch. Each weight's own segment runs with it, all that follow run once for all."""
+    def _run_side_by_side(self, index: int, original: Reference, some: Sequence[Changed]) -> Tensor:
+        """Divergences on a batch, of weights in execution order: each segment runs once for all before it.
+
+        With its own weights it runs in the same pass, or, where that cannot be, once for each.
+        """
         copies, last = INPUTS, len(self._segments) - 1
-        for name, its in encoded.items():
-            segment = segment_of[name]
+        for (segment, in_one), group in groupby(some, lambda each: (each.use.segment, each.in_one)):
+            if in_one:
+                if copies.value is not None and copies.place < segment:
+                    copies = self._copies.move(index, copies, segment)
+                weights = {each.use.layer: each.weight for each in group}
+                copies = self._copies.move_changed(index, copies, weights, segment)
+                continue
             if copies.value is not None and copies.place <= segment:
                 copies = self._copies.move(index, copies, segment + 1)
-            with self._replaced(name, its):
-                own = self._copies.move(index, self._borders[index][segment], segment + 1)
-            copies = own if copies.value is None else copies.joined(own)
+            for each in group:
+                own = self._run_alone(index, each)
+                copies = own if copies.value is None else copies.joined(own)
         if copies.place < last:
             copies = self._copies.move(index, copies, last)
         return torch.cat(
             [original.divergences(*found) for found in self._copies.predict(index, copies, original.bytes)]
-        ).cpu()
+        )
+
+    def _can_share_pass(self, name: str, use: Use) -> bool:
+        """Whether one copy alone may have another weight: it is what a layer multiplies by."""
+        own = self.model.get_submodule(use.layer)._parameters.get("weight")
+        is_own = own is not None and own.data_ptr() == self.state[name].data_ptr()
+        return is_own and self._copies.can_change(use.layer)
+
+    def _run_alone(self, index: int, changed: Changed) -> Border:
+        """The end of a weight's segment, with that weight in the network."""
+        segment = changed.use.segment
+        with self._holding(changed.name, changed.weight):
+            return self._copies.move(index, self._borders[index][segment], segment + 1)
+
+    def _decoded(self, name: str, encoded: Encoded) -> Tensor:
+        """A packed weight, as the network has it."""
+        return torch.empty_like(self.state[name]).copy_(decode(encoded))
 
     @contextmanager
-    def _replaced(self, name: str, encoded: Encoded) -> Iterator[None]:
-        """One weight packed, inside the block."""
+    def _holding(self, name: str, weight: Tensor) -> Iterator[None]:
+        """Another weight, inside the block."""
         before = self.state[name].clone()
-        self.state[name].copy_(decode(encoded))
+        self.state[name].copy_(weight)
         try:
             yield
         finally:
@@ -121,7 +170,8 @@ class SingleWeightTrial:
 
     def _predictions(self, name: str) -> Iterator[Predictions]:
         """Predictions with the model as it is now, which is the original up to the weight `name`."""
-        segment = min(self._uses.get(self.state[name].data_ptr(), [0]))
+        uses = self._uses.get(self.state[name].data_ptr(), [])
+        segment = min((use.segment for use in uses), default=0)
         for index, batch in enumerate(self.held_out.batches):
             start = max((b for b in self._borders[index] if b.place <= segment), key=lambda b: b.place)
             output = run_on(self.model, batch, self._segments, start, self._forms[index])
@@ -141,12 +191,12 @@ def _most_bytes(model: nn.Module) -> int:
     return CPU_BORDER_BYTES if device_of(model).type == "cpu" else BORDER_BYTES
 
 
-def _uses(model: nn.Module, segments: Segments, repeated: Collection[str]) -> dict[int, list[int]]:
-    """Where the tensors of layers lie in memory -> the segments that use them; one of a repeated layer counts twice."""
-    found: dict[int, list[int]] = {}
+def _uses(model: nn.Module, segments: Segments, repeated: Collection[str]) -> dict[int, list[Use]]:
+    """Where the tensors of layers lie in memory -> who uses them; a repeated layer counts twice."""
+    found: dict[int, list[Use]] = {}
     for layer, segment in segments.segment_of.items():
         for tensor in model.get_submodule(layer).parameters(recurse=False):
-            found.setdefault(tensor.data_ptr(), []).extend([segment] * (1 + (layer in repeated)))
+            found.setdefault(tensor.data_ptr(), []).extend([Use(layer, segment)] * (1 + (layer in repeated)))
     return found
 
 

@@ -37,10 +37,6 @@ ENOUGH_ROWS, ENOUGH_PER_INPUT = 1 << 17, 16
 """Positions that suffice for the moments of a layer: in all, and for each of its inputs."""
 CHEAP_PRODUCTS = 1 << 35
 """More positions than suffice for each input are used as long as their moments take fewer multiplications."""
-
-
-MERGED_TOKENS = 1 << 14
-"""Tokens of a batch that keep a GPU busy."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -81,12 +77,12 @@ class Calibration:
         part.batches = _take_samples(self.batches, count)
         return part
 
-    def merged(self) -> Calibration:
-        """The same inputs in larger batches, where they are tokens of texts of one length: fewer, fuller passes."""
+    def merged(self, tokens: int) -> Calibration:
+        """The same inputs in batches of up to so many tokens, where they are texts of one length."""
         part = copy.copy(self)
         part.batches = []
         for batch in self.batches:
-            if part.batches and can_join(part.batches[-1], batch, MERGED_TOKENS):
+            if part.batches and can_join(part.batches[-1], batch, tokens):
                 part.batches[-1] = join_batches(part.batches[-1], batch)
             else:
                 part.batches.append(batch)
@@ -273,17 +269,40 @@ def input_of(
     model: nn.Module, name: str, batch: Any, passing: Callable[[nn.Module, Any], Any] = run
 ) -> Tensor:
     """The first input of layer `name` when the model runs on a batch; `passing` runs it."""
-    found: list[Tensor] = []
+    return inputs_of_layers(model, [name], batch, passing)[name]
 
-    def catch(_module: nn.Module, arguments: Sequence[Any]) -> None:
-        found.append(arguments[0])
-        raise StopForward
 
-    with hooked(model, {name: catch}):
+def inputs_of_layers(
+    model: nn.Module,
+    names: Sequence[str],
+    batch: Any,
+    passing: Callable[[nn.Module, Any], Any] = run,
+    most_bytes: int = 0,
+) -> dict[str, Tensor]:
+    """The first inputs of some layers in execution order, from one pass: of the first, and others as memory allows.
+
+    The pass stops at the layer whose input makes them more than `most_bytes`, or at the last.
+    """
+    found: dict[str, Tensor] = {}
+
+    def catch(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, arguments: Sequence[Any]) -> None:
+            if isinstance(arguments[0], Tensor):
+                found[name] = arguments[0].detach()
+            if name == names[-1] or sum(each.nbytes for each in found.values()) > most_bytes:
+                raise StopForward
+            if name in found:  # a copy, since later modules may work in place
+                found[name] = found[name].clone()
+
+        return hook
+
+    with hooked(model, {name: catch(name) for name in names}):
         passing(model, batch)
-    if not found or not isinstance(found[0], Tensor):
-        raise SourceError(f"layer {name!r} does not run on the calibration data, so it cannot be calibrated")
-    return found[0].detach()
+    if names[0] not in found:
+        raise SourceError(
+            f"layer {names[0]!r} does not run on the calibration data, so it cannot be calibrated"
+        )
+    return found
 
 
 def _layer_inputs(

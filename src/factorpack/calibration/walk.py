@@ -9,7 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from factorpack.batches import StopForward, batch_size, device_of, hooked
-from factorpack.calibration.calibrate import Calibration, all_finite, drop_padding, input_of
+from factorpack.calibration.calibrate import (
+    Calibration,
+    all_finite,
+    drop_padding,
+    input_of,
+    inputs_of_layers,
+)
+from factorpack.calibration.joined import join_for_predictions, join_inside
 from factorpack.engine.memory import free_bytes
 from factorpack.errors import SourceError
 from factorpack.passes.cuts import version_of
@@ -24,6 +31,8 @@ PLANNED_SHARE = 0.25
 """Share of the positions that suffice to round a layer, for moments that are only planned on."""
 HOST_SHARE = 0.5
 """Share of the CPU's free memory for activations; a border that would take more is not kept."""
+SEEN_BYTES = 1 << 30
+"""Inputs of the original's layers that are kept until their layers are visited."""
 
 
 class Walk:
@@ -42,8 +51,9 @@ class Walk:
         border_bytes: int = BORDER_BYTES,
     ) -> None:
         """`layers` are those that will be visited; all by default."""
-        on_gpu = device_of(original).type != "cpu"
-        self._calibration, self._border_bytes = calibration.merged() if on_gpu else calibration, border_bytes
+        self._calibration, self._border_bytes = join_inside(calibration, original), border_bytes
+        self._whole = join_for_predictions(calibration, original)
+        """For passes through the whole network."""
         self._original, self._compressed = original, compressed
         self._networks = [original] if compressed is None else [original, compressed]
         self._segments = calibration.segments(original)
@@ -57,6 +67,7 @@ class Walk:
         self._kept: dict[str, tuple[int, LayerMoments]] = {}
         self._too_large: set[int] = set()
         """Segments whose borders do not fit into memory."""
+        self._seen_bytes = 0 if resident_of(original) is not None else SEEN_BYTES
         self._restart()
 
     def segment_of(self, layer: str) -> int | None:
@@ -69,7 +80,7 @@ class Walk:
         if kept is not None and changes == self._changes_before(self.same_input(layer)[0]):
             return kept
         if not self._go_to(layer):
-            return self._calibration.moments([layer], self._original, self._compressed)[layer]
+            return self._whole.moments([layer], self._original, self._compressed)[layer]
         group = self.same_input(layer)
         # All of them, even where some have been visited: sums are then the same wherever a run resumes.
         found = self._gather(group)
@@ -81,7 +92,7 @@ class Walk:
         """Inputs of a layer in the compressed network, and its outputs in the original one."""
         compressed = self._original if self._compressed is None else self._compressed
         if not self._go_to(layer):
-            return self._calibration.sample(layer, self._original, compressed)
+            return self._whole.sample(layer, self._original, compressed)
         seen = [[self._input(n, layer, b) for b in self._batches] for n, _ in enumerate(self._networks)]
         return self._calibration.make_sample(layer, self._original, seen[-1], seen[0])
 
@@ -93,11 +104,11 @@ class Walk:
         assert self._compressed is None
         once = [name for name in layers if self.segment_of(name) is not None]
         others = [name for name in layers if name not in set(once)]
-        found = self._calibration.moments(others, self._original) if others else {}
+        found = self._whole.moments(others, self._original) if others else {}
         if once and self._go_to(once[0]):
             found |= self._pass_by(once)
         elif once:
-            found |= self._calibration.moments(once, self._original)
+            found |= self._whole.moments(once, self._original)
         return {name: found[name] for name in layers}
 
     @property
@@ -108,6 +119,8 @@ class Walk:
         self._place, self._changes = 0, 0
         self._borders = [[INPUTS for _ in self._batches] for _ in self._networks]
         self._forms: list[Forms] = [{} for _ in self._batches]
+        self._seen: list[dict[str, Tensor]] = [{} for _ in self._batches]
+        """Batch by batch, what layers of this segment that are not visited yet get in the original network."""
 
     def same_input(self, layer: str) -> list[str]:
         """The layers to visit that have the same input as this one, in execution order."""
@@ -138,6 +151,7 @@ class Walk:
     def _move_to(self, segment: int) -> None:
         """Runs every network on every batch up to a segment, unless that takes too much memory to keep."""
         self._kept = {name: kept for name, kept in self._kept.items() if self.segment_of(name) == segment}
+        self._seen = [{} for _ in self._batches]
         # A network that reads its weights reads those of a segment once for all batches.
         streamed = resident_of(self._original) is not None
         for place in range(self._place + 1, segment + 1) if streamed else [segment]:
@@ -181,14 +195,39 @@ class Walk:
         on_device = sum(each.nbytes for each in held if each is not None and each.device.type != "cpu")
         return Border(border.place, value if on_device + value.nbytes <= self._border_bytes else value.cpu())
 
+    def _inputs(self, layer: str, index: int) -> list[Tensor]:
+        """A layer's inputs in every network."""
+        if self._compressed is None:
+            return [self._input(0, layer, index)]
+        if self._compressed is self._original:  # which then changes
+            return [self._input(network, layer, index) for network in (0, 1)]
+        return [self._original_input(layer, index), self._input(1, layer, index)]
+
     def _input(self, network: int, layer: str, index: int) -> Tensor:
-        _, segments, border, forms = self._context(network, index)
-        return input_of(
-            self._networks[network],
-            layer,
-            self._calibration.batches[index],
-            lambda model, batch: run_on(model, batch, segments, border, forms),
-        )
+        batch, *border = self._context(network, index)
+        return input_of(self._networks[network], layer, batch, lambda model, _: run_on(model, batch, *border))
+
+    def _original_input(self, layer: str, index: int) -> Tensor:
+        """A layer's input in the original, which stays as it is: one pass finds those of later layers, too."""
+        seen, (batch, *border) = self._seen[index], self._context(0, index)
+        if layer not in seen:
+            names = [layer, *self._groups_behind(layer)]
+            most = self._seen_bytes * batch_size(batch) // len(self._calibration)
+            seen |= inputs_of_layers(
+                self._original, names, batch, lambda model, _: run_on(model, batch, *border), most
+            )
+        return seen.pop(layer)
+
+    def _groups_behind(self, layer: str) -> list[str]:
+        """The first of every group of layers with one input that is to be visited later in a layer's segment."""
+        segment, place = self.segment_of(layer), self._places[layer]
+        return [
+            name
+            for name in self._layers
+            if self._places[name] > place
+            and self.segment_of(name) == segment
+            and self.same_input(name)[0] == name
+        ]
 
     def _accumulators(
         self, group: Sequence[str], share: float = 1.0
@@ -208,7 +247,7 @@ class Walk:
         """Moments of layers with one input: one run of each network up to the first of them."""
         layer, running, finite = group[0], self._accumulators(group), []
         for index, batch in enumerate(self._calibration.batches):
-            inputs = [self._input(network, layer, index) for network, _ in enumerate(self._networks)]
+            inputs = self._inputs(layer, index)
             for names, sums in running:
                 module = self._original.get_submodule(names[0])
                 seen = [drop_padding(module, each, batch) for each in inputs]

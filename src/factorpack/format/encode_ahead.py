@@ -20,6 +20,9 @@ _MOST_TENSORS, _MOST_NUMEL = 32, 1 << 23
 _LEAST_SENT, _MANY = 1 << 16, 1 << 22
 """Elements of a tensor that is worth sending to a worker, and of all tensors so far that are worth starting one."""
 
+_FEW = 1 << 12
+"""Values that are stored as they are, or nearly so, in less time than a thread takes to begin."""
+
 Stored = tuple[TensorRow, bytes]
 
 
@@ -113,9 +116,21 @@ def _is_enough(tensors: list[Encoded], threads: int) -> bool:
 
 def _start(name: str, encoded: Encoded, tasks: LargestFirst, seen: int) -> Future[Stored]:
     """Begins to encode a tensor: a large one in a worker, where `seen` elements of tensors are worth starting some."""
+    if not encoded.bits and sum(part.numel() for part in encoded.parts.values()) <= _FEW:
+        return _encode_here(name, encoded.to("cpu"))
     elsewhere = encoded.numel >= _LEAST_SENT and (are_running() or seen >= _MANY)
     # Copied on the caller's own CUDA stream: another thread's would not wait for it.
     return tasks.start(name, encoded.to("cpu"), encode_elsewhere if elsewhere else encode_codes)
+
+
+def _encode_here(name: str, encoded: Encoded) -> Future[Stored]:
+    """Encodes a tensor at once; an error waits until the tensor's turn comes."""
+    try:
+        return _done(_stored(name, encoded, encode_codes))
+    except Exception as error:
+        failed: Future[Stored] = Future()
+        failed.set_exception(error)
+        return failed
 
 
 def _done(made: Stored) -> Future[Stored]:

@@ -121,7 +121,10 @@ def starting_from(
 def run_to(
     model: nn.Module, batch: Any, segments: Segments, start: Border, forms: Forms, place: int
 ) -> Border:
-    """Runs a model from a border to the start of a later segment; adds the forms it meets."""
+    """Runs a model from a border to the start of a later segment; adds the forms it meets, unless they are known."""
+    cut = segments.cuts[place - 1]
+    if forms.keys() >= {*cut.skipped, cut.module}:
+        return run_between(model, batch, segments, start, forms, place)
     with recording(model, segments, start, forms):
         return run_between(model, batch, segments, start, forms, place)
 
