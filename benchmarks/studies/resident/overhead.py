@@ -53,7 +53,7 @@ def _as_on_a_gpu() -> Iterator[None]:
         stack.enter_context(patch("factorpack.runtime.multiply.has_triton", lambda: True))
         stack.enter_context(patch("factorpack.runtime.packed_weight.uses_lanes", lambda _: True))
         stack.enter_context(patch.object(nvrtc, "_driver", _Driver))
-        stack.enter_context(patch.object(nvrtc, "load_module", lambda *_: nvrtc.Module(ctypes.c_void_p())))
+        stack.enter_context(patch.object(nvrtc, "load_module", lambda *_: nvrtc.Module(ctypes.c_void_p(), 0)))
         stack.enter_context(patch.object(lane_cuda, "_multiprocessors", lambda _: 132))
         stack.enter_context(patch.object(multiply_triton, "_multiply", nothing))
         stack.enter_context(patch.object(multiply_triton, "add_splits", nothing))

@@ -15,6 +15,8 @@ LARGE_SHARED = 48 << 10
 """Bytes of shared memory that a kernel may have without being allowed more."""
 _DYNAMIC_SHARED = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"""
+_NO_CONTEXT = (3, 201)
+"""CUDA_ERROR_NOT_INITIALIZED, CUDA_ERROR_INVALID_CONTEXT"""
 LAUNCH_TYPES: list[Any] = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
 """Function, grid, block, shared bytes, stream, arguments, nothing."""
 
@@ -26,16 +28,18 @@ class CudaError(RuntimeError):
 class Kernel:
     """A function of a module on one device. It takes one argument, a structure."""
 
-    __slots__ = ("_function", "_launch")
+    __slots__ = ("_device", "_function", "_launch")
 
-    def __init__(self, function: int) -> None:
-        self._function, self._launch = function, _driver().cuLaunchKernel
+    def __init__(self, function: int, device: int) -> None:
+        self._function, self._device, self._launch = function, device, _driver().cuLaunchKernel
 
     def launch(self, blocks: int, threads: int, shared_bytes: int, stream: int, argument: Any) -> None:
         pointer = ctypes.c_void_p(ctypes.addressof(argument))
-        found = self._launch(
-            self._function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointer), None
-        )
+        numbers = blocks, 1, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(pointer), None
+        found = self._launch(self._function, *numbers)
+        if found in _NO_CONTEXT:
+            _enter_context(self._device)
+            found = self._launch(self._function, *numbers)
         if found:
             _check(found)
 
@@ -51,22 +55,22 @@ def load_module(source: str, name: str, macros: Mapping[str, object], device: in
     options += [f"-D{macro}={value}" for macro, value in macros.items()]
     binary, module = compile_source(source, name, options), ctypes.c_void_p()
     with torch.cuda.device(device):
-        torch.cuda.current_stream()  # the device has a context from here on
+        _enter_context(device)
         _check(_driver().cuModuleLoadData(ctypes.byref(module), binary))
-    return Module(module)
+    return Module(module, device)
 
 
 class Module:
     """What a source was compiled to. It stays loaded while the process lives."""
 
-    def __init__(self, module: ctypes.c_void_p) -> None:
-        self._module = module
+    def __init__(self, module: ctypes.c_void_p, device: int) -> None:
+        self._module, self._device = module, device
 
     def kernel(self, name: str) -> Kernel:
         function = ctypes.c_void_p()
         _check(_driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()))
         assert function.value is not None
-        return Kernel(function.value)
+        return Kernel(function.value, self._device)
 
 
 def compile_source(source: str, name: str, options: list[str]) -> bytes:
@@ -136,6 +140,14 @@ def _driver() -> Any:
     library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     library.cuLaunchKernel.argtypes = LAUNCH_TYPES
     return library
+
+
+def _enter_context(device: int) -> None:
+    """The context that torch uses. A new thread has none until CUDA's runtime, which torch calls, needs one there."""
+    context = ctypes.c_void_p()
+    _check(_driver().cuInit(0))
+    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+    _check(_driver().cuCtxSetCurrent(context))
 
 
 def _check(result: int) -> None:
