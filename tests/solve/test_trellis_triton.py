@@ -32,7 +32,7 @@ def test_all_paths_at_once_are_those_of_the_search_row_by_row(
 
 
 @pytest.mark.parametrize(
-    ("batch", "groups", "rows", "size"), [(1, 1, 20, 6), (2, 1, 9, 17), (1, 3, 7, 5), (1, 1, 131, 3)]
+    ("batch", "groups", "rows", "size"), [(1, 1, 20, 6), (2, 1, 9, 17), (1, 3, 7, 5), (1, 1, 131, 3), (1, 1, 128, 4)]
 )
 @pytest.mark.parametrize("states", [4, 8])
 def test_the_kernel_gives_the_levels_and_residues_of_the_plain_loop(
@@ -56,6 +56,6 @@ def test_the_kernel_gives_the_levels_and_residues_of_the_plain_loop(
         return lengths(column, values)
 
     wanted, error = round_with_feedback(target, factor, step, plain)
-    codes, given = round_block(target.clone(), factor, 0, step, lengths)
+    codes, given = round_block(target, factor, 0, step, lengths)
     assert torch.equal(codes, wanted)
     torch.testing.assert_close(given.square().sum(-1), error)

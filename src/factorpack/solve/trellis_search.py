@@ -44,7 +44,7 @@ class TrellisLengths:
     table: Tensor
     """Bits of an index's magnitude and sign by class and quantizer: (batch, CLASSES, 2, MAGNITUDES)."""
     row_class: Tensor
-    """(batch, rows), and (batch, columns): an element's class is their sum, clamped."""
+    """(batch, rows), and (batch, columns), int32: an element's class is their sum, clamped."""
     column_class: Tensor
     quiet: Tensor
     """Columns without a path, (batch, columns)."""
@@ -94,7 +94,7 @@ class TrellisLengths:
     def _classes(self, columns: slice) -> Tensor:
         """Each element's row in the flattened table of all batches and classes: (batch, rows, columns)."""
         first = CLASSES * torch.arange(len(self.table), device=self.table.device, dtype=torch.int32)
-        classes = self.row_class.int()[:, :, None] + self.column_class.int()[:, None, columns]
+        classes = self.row_class[:, :, None] + self.column_class[:, None, columns]
         return classes.clamp_(0, CLASSES - 1).add_(first[:, None, None])
 
     def refit(self, levels: Tensor, quantizers: Tensor) -> TrellisLengths:
@@ -116,8 +116,8 @@ def fit_trellis(values: Tensor, price: float, states: int) -> TrellisLengths:
     plain = fit_lengths(coarse, price / (2 * FINE_STEP) ** 2)
     lengths = TrellisLengths(
         _initial_table(plain.table[:, :, REACH:]),
-        plain.row_class,
-        plain.column_class,
+        plain.row_class.int(),
+        plain.column_class.int(),
         (plain.round_all(coarse) == 0).to(values).mean(1) > QUIET_SHARE,
         price / FINE_STEP**2,
         states,

@@ -19,7 +19,7 @@ from factorpack.solve.trellis_search import TrellisLengths
 SUBSETS = 4
 LANES = 64
 """Paths per program, where all are known."""
-AT_ONCE = 16
+WORD = 16
 """Rows whose costs are loaded before they are added up."""
 _SIZES = ["rows", "group_rows", "first", "size", "factor_stride", "segment", "width"]
 """A kernel for every shape would take longer to compile than to run."""
@@ -140,6 +140,71 @@ def _cheapest(size, quantizer, parity, table, price, REACH: tl.constexpr):  # ty
     return tl.where(other < cost, lower, level), tl.minimum(cost, other)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _search(costs, far, last, SUBSETS: tl.constexpr, STATES: tl.constexpr, WORD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The cheapest path from state 0 through `last` rows of costs, as four words of 32 rows each: see `_subsets`.
+
+    A lane is a state, and keeps the way its cheapest path has come: a bit per row says from which of the two
+    predecessors. The bits of WORD rows are passed on from state to state, above the state they began at; then
+    those before them follow at once. So nothing is read but costs, and nothing is traced back.
+    """
+    state = tl.arange(0, STATES)
+    if STATES == 8:
+        pair = tl.where((state & 1) == 1, 3 - (state >> 2), state >> 2)
+        quantizer = pair >> 1
+    else:
+        pair = state & 1
+        quantizer = pair
+    first, parity = 2 * pair, (state >> 1) & 1
+    stays = costs + 2 * quantizer + parity
+    crosses = costs + 2 * quantizer + 1 - parity
+    total = tl.where(state == 0, 0.0, far)
+    way0, way1, way2, way3 = state * 0, state * 0, state * 0, state * 0
+    for top in range(0, last, WORD):
+        way = state
+        for offset in tl.static_range(WORD):
+            stay = tl.gather(total, first, 0) + tl.load(stays + (top + offset) * SUBSETS)
+            cross = tl.gather(total, first + 1, 0) + tl.load(crosses + (top + offset) * SUBSETS)
+            second = (cross < stay).to(tl.int32)
+            total = tl.minimum(stay, cross)
+            way = tl.gather(way, first + second, 0) | (second << (offset + 3))
+        origin, new, word = way & 7, (way >> 3) << top % 32, top // 32
+        way0 = tl.gather(way0, origin, 0) | tl.where(word == 0, new, 0)
+        way1 = tl.gather(way1, origin, 0) | tl.where(word == 1, new, 0)
+        way2 = tl.gather(way2, origin, 0) | tl.where(word == 2, new, 0)
+        way3 = tl.gather(way3, origin, 0) | tl.where(word == 3, new, 0)
+    best = tl.argmin(total, 0)
+    taken = state == best
+    # The last rows' parities depend on the state after them.
+    after, word = best, last // 32
+    if STATES == 8:
+        after = (best & 1) | ((best >> 1) & 2) | (((best << 1) ^ best) & 4)
+    after = after << last % 32
+    way0 = tl.sum(tl.where(taken, way0, 0), 0) | tl.where(word == 0, after, 0)
+    way1 = tl.sum(tl.where(taken, way1, 0), 0) | tl.where(word == 1, after, 0)
+    way2 = tl.sum(tl.where(taken, way2, 0), 0) | tl.where(word == 2, after, 0)
+    way3 = tl.sum(tl.where(taken, way3, 0), 0) | tl.where(word == 3, after, 0)
+    return way0, way1, way2, way3, tl.where(word == 4, after, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _subsets(way0, way1, way2, way3, way4, place, STATES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The subset of each row on a path.
+
+    A state's lowest bit is the quantizer of the row before it, and its two predecessors differ in theirs. So bit r
+    of a path is the quantizer of row r - 1, and parities follow from the parity checks: see quantize/trellis.py.
+    """
+    word = place // 32
+    low = tl.where(word == 0, way0, tl.where(word == 1, way1, tl.where(word == 2, way2, way3)))
+    high = tl.where(word == 0, way1, tl.where(word == 1, way2, tl.where(word == 2, way3, way4)))
+    bits = (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
+    bits = (bits >> place % 32).to(tl.int32)
+    parity = bits ^ (bits >> 2)
+    if STATES == 8:
+        parity = parity ^ (bits >> 3)
+    return (bits & 2) | (parity & 1)
+
+
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)  # type: ignore[untyped-decorator]
 def _round_block(  # type: ignore[no-untyped-def]
     numbers,
@@ -152,8 +217,6 @@ def _round_block(  # type: ignore[no-untyped-def]
     codes,
     residues,
     costs,
-    choices,
-    taken,
     rows,
     group_rows,
     first,
@@ -167,12 +230,13 @@ def _round_block(  # type: ignore[no-untyped-def]
     STATES: tl.constexpr,
     REACH: tl.constexpr,
     CLASSES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    WORD: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):
     """One program: a segment of the rows of one batch element, all `width` <= N columns of the block.
 
-    Costs, choices and the path go through the program's own scratch memory: threads read what others wrote,
-    hence the barriers. The search itself is the same in all threads. Rows after the last cost nothing.
+    A thread has a row, and in the search a state. Only costs go from one to the other, through the program's own
+    scratch memory, hence the barrier; columns take turns in its two halves. Rows after the last cost nothing.
     """
     batch = tl.program_id(1).to(tl.int64)
     own = batch * tl.num_programs(0) + tl.program_id(0)
@@ -181,86 +245,78 @@ def _round_block(  # type: ignore[no-untyped-def]
     here = (place < segment) & (row < rows)
     line = batch * rows + row
     column = tl.arange(0, N)
-    corner = factor + (line // group_rows) * factor_stride + first * size + first
+    lines = tl.num_programs(1) * rows
     unit = tl.load(step + line, here, 1.0)
     classes = tl.load(row_class + line, here, 0)
-    last = (segment + AT_ONCE - 1) // AT_ONCE * AT_ONCE - 1
-    costs += own * ROWS * 4
-    choices += own * ROWS
-    taken += own * ROWS
+    left = tl.load(
+        numbers + line[None, :] + column[:, None] * lines, here[None, :] & (column < width)[:, None], 0.0
+    )
+    corner = factor + batch * (rows // group_rows) * factor_stride + first * size + first
+    corners = corner + (row // group_rows).to(tl.int64) * factor_stride
+    last = (segment + WORD - 1) // WORD * WORD
+    far = price * 0.0 + float("inf")
+    costs += own * 2 * ROWS * 4
     for index in range(width):
-        number = tl.load(numbers + line * width + index, here, 0.0)
+        later = (column > index) & (column < width)
+        if GROUPED:
+            across = tl.load(
+                corners[None, :] + index * size + column[:, None], here[None, :] & later[:, None], 0.0
+            )
+            pivot = tl.load(corners + index * size + index, here, 1.0)
+        else:
+            across = tl.load(corner + index * size + column, later, 0.0)[:, None]
+            pivot = tl.load(corner + index * size + index)
+        number = tl.sum(tl.where((column == index)[:, None], left, 0.0), 0)
         value = number / unit
         magnitude = tl.abs(value)
         kind = classes + tl.load(column_class + batch * size + first + index)
         kind = tl.minimum(tl.maximum(kind, 0), CLASSES - 1)
         table = bits + (batch * CLASSES + kind) * 2 * (REACH + 1)
-        for subset in tl.static_range(4):
-            _, cost = _cheapest(magnitude, subset // 2, subset % 2, table, price, REACH)
-            tl.store(costs + place * 4 + subset, tl.where(here, cost, 0.0))
-        tl.debug_barrier()
-        t0 = price * 0.0
-        far = t0 + float("inf")
-        t1, t2, t3, t4, t5, t6, t7 = far, far, far, far, far, far, far
-        for top in range(0, segment, AT_ONCE):
-            for offset in tl.static_range(AT_ONCE):
-                one = costs + (top + offset) * 4
-                c0, c1, c2, c3 = tl.load(one), tl.load(one + 1), tl.load(one + 2), tl.load(one + 3)
-                t0, t1, t2, t3, t4, t5, t6, t7, chosen = _advance(
-                    t0, t1, t2, t3, t4, t5, t6, t7, c0, c1, c2, c3, STATES
-                )
-                tl.store(choices + top + offset, chosen)
-        tl.debug_barrier()
-        state = _cheapest_end(t0, t1, t2, t3, t4, t5, t6, t7, STATES)
-        for top in range(0, segment, AT_ONCE):
-            for offset in tl.static_range(AT_ONCE):
-                above = last - top - offset
-                state, led = _return(state, tl.load(choices + above), STATES)
-                tl.store(taken + above, led)
-        tl.debug_barrier()
-        path = tl.load(taken + place, place < segment, 0)
-        even, odd = tl.load(costs + place * 4), tl.load(costs + place * 4 + 1)
-        is_quiet = tl.load(quiet + batch * size + first + index) != 0
-        path = tl.where(is_quiet, (odd < even).to(path.dtype), path)
-        level, _ = _cheapest(magnitude, path // 2, path % 2, table, price, REACH)
+        level0, cost0 = _cheapest(magnitude, 0, 0, table, price, REACH)
+        level1, cost1 = _cheapest(magnitude, 0, 1, table, price, REACH)
+        path = (cost1 < cost0).to(tl.int32)
+        level2, level3 = level0, level0
+        if tl.load(quiet + batch * size + first + index) == 0:
+            level2, cost2 = _cheapest(magnitude, 1, 0, table, price, REACH)
+            level3, cost3 = _cheapest(magnitude, 1, 1, table, price, REACH)
+            half = costs + index % 2 * ROWS * 4
+            mine = half + place * 4
+            tl.store(mine, tl.where(here, cost0, 0.0))
+            tl.store(mine + 1, tl.where(here, cost1, 0.0))
+            tl.store(mine + 2, tl.where(here, cost2, 0.0))
+            tl.store(mine + 3, tl.where(here, cost3, 0.0))
+            tl.debug_barrier()
+            way0, way1, way2, way3, way4 = _search(half, far, last, 4, STATES, WORD)
+            path = _subsets(way0, way1, way2, way3, way4, place, STATES)
+        level = tl.where(path == 0, level0, tl.where(path == 1, level1, tl.where(path == 2, level2, level3)))
         code = tl.where(value < 0, -level, level)
-        residue = (number - code * unit) / tl.load(corner + index * size + index, here, 1.0)
-        after = here[:, None] & ((column > index) & (column < width))[None, :]
-        across = tl.load(corner[:, None] + index * size + column[None, :], after, 0.0)
-        left = numbers + line[:, None] * width + column[None, :]
-        tl.store(left, tl.load(left, after, 0.0) - residue[:, None] * across, after)
-        tl.store(codes + line * width + index, code, here)
-        tl.store(residues + line * width + index, residue, here)
-        tl.debug_barrier()
+        residue = (number - code * unit) / pivot
+        left -= residue[None, :] * across
+        tl.store(codes + index * lines + line, code, here)
+        tl.store(residues + index * lines + line, residue, here)
 
 
 def round_block(
     block: Tensor, factor: Tensor, first: int, step: Tensor, lengths: TrellisLengths
 ) -> tuple[Tensor, Tensor]:
-    """Levels of (batch, rows, width) values, columns `first` on, and their residues: see feedback.py.
-
-    `block` is overwritten.
-    """
+    """Levels of (batch, rows, width) values, columns `first` on, and their residues: see feedback.py."""
     elements, group_rows, width = block.shape
     batch, rows = lengths.row_class.shape
     size, segment = factor.shape[-1], segment_rows(rows)
-    block = block.contiguous()
-    codes, residues = torch.empty_like(block), torch.empty_like(block)
+    columns = block.movedim(2, 0).contiguous()  # the rows of a column are read, and written, together
+    codes, residues = torch.empty_like(columns), torch.empty_like(columns)
     count = -(-rows // segment)
-    scratch_rows = batch * count * LONGEST
     _round_block[(count, batch)](
-        block,
+        columns,
         factor,
         step.expand(elements, group_rows).contiguous(),
         lengths.table.contiguous(),
-        lengths.row_class.to(torch.int32).contiguous(),
-        lengths.column_class.to(torch.int32).contiguous(),
-        lengths.quiet.to(torch.int32).contiguous(),
+        lengths.row_class.contiguous(),
+        lengths.column_class.contiguous(),
+        lengths.quiet.contiguous().view(torch.uint8),
         codes,
         residues,
-        block.new_empty(scratch_rows * SUBSETS),
-        block.new_empty(scratch_rows, dtype=torch.int32),
-        block.new_empty(scratch_rows, dtype=torch.int32),
+        block.new_empty(batch * count * 2 * LONGEST * SUBSETS),
         rows,
         group_rows,
         first,
@@ -274,7 +330,8 @@ def round_block(
         STATES=lengths.states,
         REACH=REACH,
         CLASSES=CLASSES,
-        AT_ONCE=AT_ONCE,
+        WORD=WORD,
+        GROUPED=group_rows < rows,
         num_warps=4,
     )
-    return codes, residues
+    return codes.movedim(0, 2), residues.movedim(0, 2)
