@@ -32,7 +32,8 @@ def test_all_paths_at_once_are_those_of_the_search_row_by_row(
 
 
 @pytest.mark.parametrize(
-    ("batch", "groups", "rows", "size"), [(1, 1, 20, 6), (2, 1, 9, 17), (1, 3, 7, 5), (1, 1, 131, 3), (1, 1, 128, 4)]
+    ("batch", "groups", "rows", "size"),
+    [(1, 1, 20, 6), (2, 1, 9, 17), (1, 3, 7, 5), (1, 1, 131, 3), (1, 1, 128, 4)],
 )
 @pytest.mark.parametrize("states", [4, 8])
 def test_the_kernel_gives_the_levels_and_residues_of_the_plain_loop(

@@ -32,7 +32,8 @@ CELLS = 2 * REACH + 10
 """Integer parts of magnitudes that are told apart; in the last four every index is beyond REACH."""
 IN_CACHE = 1 << 14
 """Magnitudes whose candidates fit into a core's cache."""
-BLOCK_ELEMENTS = 1 << 17
+BLOCK_ELEMENTS, GPU_ELEMENTS = 1 << 17, 1 << 20
+"""Elements whose paths are searched at once; a GPU needs more to be busy."""
 FITTED_ELEMENTS = 1 << 17
 """Elements that code lengths are fitted to."""
 
@@ -69,7 +70,8 @@ class TrellisLengths:
     def paths(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The levels of every column, (batch, rows, columns), and their quantizers."""
         levels, quantizers = torch.empty_like(values), torch.empty_like(values, dtype=torch.long)
-        many = max(1, BLOCK_ELEMENTS // (values.shape[0] * values.shape[1]))
+        at_once = GPU_ELEMENTS if values.is_cuda else BLOCK_ELEMENTS
+        many = max(1, at_once // (values.shape[0] * values.shape[1]))
         for start in range(0, values.shape[2], many):
             part = slice(start, start + many)
             levels[:, :, part], quantizers[:, :, part] = self._paths(values[:, :, part], part)
@@ -170,7 +172,8 @@ class Branches:
     def costs(self) -> Tensor:
         """The cost of each subset: (4, segment, paths)."""
         costs = self.fraction.new_empty(4, *self.row.shape)
-        many = max(1, IN_CACHE // self.row.shape[1])
+        at_once = self.row.numel() if self.row.is_cuda else IN_CACHE
+        many = max(1, at_once // self.row.shape[1])
         for start in range(0, len(self.row), many):
             part = slice(start, start + many)
             both = functional.embedding(self.row[part], self.cells)

@@ -16,11 +16,12 @@ from factorpack.solve.code_length import CLASSES, REACH
 from factorpack.solve.feedback import TRELLIS_BLOCK
 from factorpack.solve.trellis_search import TrellisLengths
 
-SUBSETS = 4
+SCRATCH = 2 * 4 * 2
+"""Costs of a row: two halves, and in each the two ways into each of four kinds of state."""
 LANES = 64
 """Paths per program, where all are known."""
-WORD = 16
-"""Rows whose costs are loaded before they are added up."""
+WORD = 8
+"""Rows whose costs are loaded while those before them are added up: what `_search` writes out."""
 _SIZES = ["rows", "group_rows", "first", "size", "factor_stride", "segment", "width"]
 """A kernel for every shape would take longer to compile than to run."""
 
@@ -141,7 +142,26 @@ def _cheapest(size, quantizer, parity, table, price, REACH: tl.constexpr):  # ty
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _search(costs, far, last, SUBSETS: tl.constexpr, STATES: tl.constexpr, WORD: tl.constexpr):  # type: ignore[no-untyped-def]
+def _step(total, way, stay, cross, first, BIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Costs of all states one row on, given those of both ways there, and which way was cheaper as a bit."""
+    stay += tl.gather(total, first, 0)
+    cross += tl.gather(total, first + 1, 0)
+    second = (cross < stay).to(tl.int32)
+    return tl.minimum(stay, cross), tl.gather(way, first + second, 0) | (second << BIT)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _two_rows(total, way, costs, first, BIT: tl.constexpr, STATES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Two rows, whose costs were loaded at once: (STATES, 4)."""
+    stays, crosses = tl.split(tl.reshape(costs, [STATES, 2, 2]))
+    stay0, stay1 = tl.split(stays)
+    cross0, cross1 = tl.split(crosses)
+    total, way = _step(total, way, stay0, cross0, first, BIT)
+    return _step(total, way, stay1, cross1, first, BIT + 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _search(costs, far, last, ROWS: tl.constexpr, STATES: tl.constexpr, WORD: tl.constexpr):  # type: ignore[no-untyped-def]
     """The cheapest path from state 0 through `last` rows of costs, as four words of 32 rows each: see `_subsets`.
 
     A lane is a state, and keeps the way its cheapest path has come: a bit per row says from which of the two
@@ -156,18 +176,24 @@ def _search(costs, far, last, SUBSETS: tl.constexpr, STATES: tl.constexpr, WORD:
         pair = state & 1
         quantizer = pair
     first, parity = 2 * pair, (state >> 1) & 1
-    stays = costs + 2 * quantizer + parity
-    crosses = costs + 2 * quantizer + 1 - parity
+    own = costs + (2 * quantizer + parity)[:, None] * ROWS * 2 + tl.arange(0, 4)[None, :]
     total = tl.where(state == 0, 0.0, far)
     way0, way1, way2, way3 = state * 0, state * 0, state * 0, state * 0
+    rows0, rows2, rows4, rows6 = tl.load(own), tl.load(own + 4), tl.load(own + 8), tl.load(own + 12)
     for top in range(0, last, WORD):
         way = state
-        for offset in tl.static_range(WORD):
-            stay = tl.gather(total, first, 0) + tl.load(stays + (top + offset) * SUBSETS)
-            cross = tl.gather(total, first + 1, 0) + tl.load(crosses + (top + offset) * SUBSETS)
-            second = (cross < stay).to(tl.int32)
-            total = tl.minimum(stay, cross)
-            way = tl.gather(way, first + second, 0) | (second << (offset + 3))
+        ahead = own + tl.minimum(top + WORD, last - WORD) * 2
+        next0, next2, next4, next6 = (
+            tl.load(ahead),
+            tl.load(ahead + 4),
+            tl.load(ahead + 8),
+            tl.load(ahead + 12),
+        )
+        total, way = _two_rows(total, way, rows0, first, 3, STATES)
+        total, way = _two_rows(total, way, rows2, first, 5, STATES)
+        total, way = _two_rows(total, way, rows4, first, 7, STATES)
+        total, way = _two_rows(total, way, rows6, first, 9, STATES)
+        rows0, rows2, rows4, rows6 = next0, next2, next4, next6
         origin, new, word = way & 7, (way >> 3) << top % 32, top // 32
         way0 = tl.gather(way0, origin, 0) | tl.where(word == 0, new, 0)
         way1 = tl.gather(way1, origin, 0) | tl.where(word == 1, new, 0)
@@ -236,7 +262,8 @@ def _round_block(  # type: ignore[no-untyped-def]
     """One program: a segment of the rows of one batch element, all `width` <= N columns of the block.
 
     A thread has a row, and in the search a state. Only costs go from one to the other, through the program's own
-    scratch memory, hence the barrier; columns take turns in its two halves. Rows after the last cost nothing.
+    scratch memory, hence the barrier: columns that are searched take turns in its two halves, so that none is
+    written while another thread still reads. Rows after the last cost nothing.
     """
     batch = tl.program_id(1).to(tl.int64)
     own = batch * tl.num_programs(0) + tl.program_id(0)
@@ -255,7 +282,8 @@ def _round_block(  # type: ignore[no-untyped-def]
     corners = corner + (row // group_rows).to(tl.int64) * factor_stride
     last = (segment + WORD - 1) // WORD * WORD
     far = price * 0.0 + float("inf")
-    costs += own * 2 * ROWS * 4
+    costs += own * 2 * ROWS * 8
+    turn = 0
     for index in range(width):
         later = (column > index) & (column < width)
         if GROUPED:
@@ -279,14 +307,21 @@ def _round_block(  # type: ignore[no-untyped-def]
         if tl.load(quiet + batch * size + first + index) == 0:
             level2, cost2 = _cheapest(magnitude, 1, 0, table, price, REACH)
             level3, cost3 = _cheapest(magnitude, 1, 1, table, price, REACH)
-            half = costs + index % 2 * ROWS * 4
-            mine = half + place * 4
-            tl.store(mine, tl.where(here, cost0, 0.0))
-            tl.store(mine + 1, tl.where(here, cost1, 0.0))
-            tl.store(mine + 2, tl.where(here, cost2, 0.0))
-            tl.store(mine + 3, tl.where(here, cost3, 0.0))
+            half = costs + turn * ROWS * 8
+            turn = 1 - turn
+            mine = half + place * 2
+            cost0, cost1 = tl.where(here, cost0, 0.0), tl.where(here, cost1, 0.0)
+            cost2, cost3 = tl.where(here, cost2, 0.0), tl.where(here, cost3, 0.0)
+            tl.store(mine, cost0)
+            tl.store(mine + 1, cost1)
+            tl.store(mine + ROWS * 2, cost1)
+            tl.store(mine + ROWS * 2 + 1, cost0)
+            tl.store(mine + ROWS * 4, cost2)
+            tl.store(mine + ROWS * 4 + 1, cost3)
+            tl.store(mine + ROWS * 6, cost3)
+            tl.store(mine + ROWS * 6 + 1, cost2)
             tl.debug_barrier()
-            way0, way1, way2, way3, way4 = _search(half, far, last, 4, STATES, WORD)
+            way0, way1, way2, way3, way4 = _search(half, far, last, ROWS, STATES, WORD)
             path = _subsets(way0, way1, way2, way3, way4, place, STATES)
         level = tl.where(path == 0, level0, tl.where(path == 1, level1, tl.where(path == 2, level2, level3)))
         code = tl.where(value < 0, -level, level)
@@ -316,7 +351,7 @@ def round_block(
         lengths.quiet.contiguous().view(torch.uint8),
         codes,
         residues,
-        block.new_empty(batch * count * 2 * LONGEST * SUBSETS),
+        block.new_empty(batch * count * LONGEST * SCRATCH),
         rows,
         group_rows,
         first,
