@@ -32,8 +32,7 @@ CELLS = 2 * REACH + 10
 """Integer parts of magnitudes that are told apart; in the last four every index is beyond REACH."""
 IN_CACHE = 1 << 14
 """Magnitudes whose candidates fit into a core's cache."""
-BLOCK_ELEMENTS, GPU_ELEMENTS = 1 << 17, 1 << 20
-"""Elements whose paths are searched at once; a GPU needs more to be busy."""
+BLOCK_ELEMENTS = 1 << 17
 FITTED_ELEMENTS = 1 << 17
 """Elements that code lengths are fitted to."""
 
@@ -55,7 +54,7 @@ class TrellisLengths:
 
     @cached_property
     def cells(self) -> Tensor:
-        """See `Branches`; the kernel of a GPU does without."""
+        """See `Branches`; the kernels of a GPU do without."""
         return _cells(self.table, self.price)
 
     def __call__(self, column: int, values: Tensor) -> Tensor:
@@ -69,9 +68,12 @@ class TrellisLengths:
 
     def paths(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The levels of every column, (batch, rows, columns), and their quantizers."""
+        if values.is_cuda:
+            from factorpack.solve.trellis_triton import follow_paths  # triton is there only with a GPU
+
+            return follow_paths(values, self)
         levels, quantizers = torch.empty_like(values), torch.empty_like(values, dtype=torch.long)
-        at_once = GPU_ELEMENTS if values.is_cuda else BLOCK_ELEMENTS
-        many = max(1, at_once // (values.shape[0] * values.shape[1]))
+        many = max(1, BLOCK_ELEMENTS // (values.shape[0] * values.shape[1]))
         for start in range(0, values.shape[2], many):
             part = slice(start, start + many)
             levels[:, :, part], quantizers[:, :, part] = self._paths(values[:, :, part], part)
@@ -172,8 +174,7 @@ class Branches:
     def costs(self) -> Tensor:
         """The cost of each subset: (4, segment, paths)."""
         costs = self.fraction.new_empty(4, *self.row.shape)
-        at_once = self.row.numel() if self.row.is_cuda else IN_CACHE
-        many = max(1, at_once // self.row.shape[1])
+        many = max(1, IN_CACHE // self.row.shape[1])
         for start in range(0, len(self.row), many):
             part = slice(start, start + many)
             both = functional.embedding(self.row[part], self.cells)
@@ -213,10 +214,6 @@ def _cells(table: Tensor, price: float) -> Tensor:
 
 def cheapest_path(costs: Tensor, states: int) -> Tensor:
     """The subsets, (segment, paths), of the cheapest path from state 0, given the cost of each subset."""
-    if costs.is_cuda:
-        from factorpack.solve.trellis_triton import find_paths  # triton is there only with a GPU
-
-        return find_paths(costs, states)
     if costs.shape[2] >= MANY_PATHS:
         return path_by_rows(costs, states)
     return path_by_halves(costs, states)
