@@ -43,7 +43,7 @@ def code(fields: dict[str, Any], rows: int, columns: int) -> None:
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).bfloat16()
     if fields["method"] == "planned":
         weights = [Weight(weight)]
-        curves_of(weights, choose_methods(weights, Planner(), 3.0), 3.0)
+        curves_of(weights, choose_methods(weights, Planner(trellis=0), 3.0), 3.0)
         return
     with tempfile.TemporaryDirectory() as folder:
         encoded = from_fields(METHODS, fields).encode(Weight(weight))

@@ -53,7 +53,7 @@ def run(model: str, samples: int, bits: list[float], states: list[int], layers: 
 
 def _row(weight: Tensor, moments: LayerMoments, rate: float, states: list[int]) -> dict[str, Any]:
     known = Weight(weight, 0, moments, 1.0)
-    (method,) = choose_methods([known], Planner(price=HIGH_RATE, damping=DAMPING), rate)
+    (method,) = choose_methods([known], Planner(price=HIGH_RATE, damping=DAMPING, trellis=0), rate)
     middle = middle_step(known, method, rate)
     curve = [encode_with_step(known, method, middle * 2.0**octave) for octave in OCTAVES]
     errors, sizes = (

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from factorpack.batches import device_of, evaluating
+from factorpack.batches import evaluating
 from factorpack.budget.goals import LOSS_TRIES, budget_bytes, compress_to_bytes, compress_to_loss
 from factorpack.budget.phases import phases_of
 from factorpack.budget.planner import BudgetRequest, Planner
 from factorpack.budget.tasks import compress_to_bytes_over
 from factorpack.calibration.calibrate import Calibration, calibrate
-from factorpack.calibration.streaming import open_streamed, streaming, streaming_device
+from factorpack.calibration.streaming import open_streamed, streaming
 from factorpack.calibration.synthetic import Synthetic, make_batches, read_calibration
 from factorpack.calibration.walk import Walk
 from factorpack.decoding import decode
@@ -122,7 +122,7 @@ def compress(
         model, opened = open_streamed(Path(source), opened)
     _, rules = resolve_rules(recipe, opened, method, layers or {}, exclude, DEFAULT_METHOD, bool(budgets))
     kept = Path(curves) if curves is not None else None
-    planner = (planner or Planner()).settled(_feedback_device(source, model, calibration))
+    planner = planner or Planner()
     tries = 0 if not budgets else 1 if max_loss is None else LOSS_TRIES
     phases = phases_of(tries, calibration is not None, isinstance(calibration, Synthetic))
     with Job(phases, progress) as job:
@@ -206,13 +206,6 @@ def _into_budget(
     packed = Packed(found.tensors, request.source.aliases, streams=found.streams)
     packed.curves, packed.estimated_loss = found.curves, found.estimated_loss
     return packed
-
-
-def _feedback_device(source: Checkpoint, model: nn.Module | None, calibration: object) -> torch.device | None:
-    """Where weights are rounded with error feedback; None without calibration data."""
-    if model is None or calibration is None:
-        return None
-    return streaming_device() if isinstance(source, str | Path) else device_of(model)
 
 
 def _saved(packed: Packed, path: str | Path | None, job: Job) -> Packed:

@@ -79,13 +79,29 @@ def test_weights_of_one_shape_and_method_have_the_codes_they_have_alone(
     ]
 
 
-@pytest.mark.usefixtures("_together")
-def test_a_path_through_a_trellis_is_found_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = count_roundings(monkeypatch)
+def test_paths_found_together_are_those_found_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     by = replace(PLAIN, trellis=4)
-    found = encode_with_steps([weight(0, rows=40), weight(3, rows=40)], [by, by], [0.2, 0.2])
+    given = [weight(0, rows=40), weight(3, rows=40), weight(6, rows=40)]
+    steps = [0.2, 0.3, 0.2]
+    alone = [encode_with_steps([each], [by], [step])[0] for each, step in zip(given, steps, strict=True)]
+    counts = count_roundings(monkeypatch)
+    monkeypatch.setattr(coding, "ALONE", frozenset())
+    found = encode_with_steps(given, [by, by, by], steps)
+    assert counts == [3]
+    assert [each.trellis for each in found] == [4, 4, 4]
+    assert all(map(same, found, alone))
+
+
+@pytest.mark.usefixtures("_together")
+@pytest.mark.parametrize(("rows", "try_plain"), [(40, True), (8, False)], ids=["compared", "too few rows"])
+def test_where_a_path_may_lose_or_is_not_there_weights_are_coded_alone(
+    rows: int, try_plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = count_roundings(monkeypatch)
+    by = replace(PLAIN, trellis=4, try_plain=try_plain)
+    found = encode_with_steps([weight(0, rows=rows), weight(3, rows=rows)], [by, by], [0.2, 0.2])
     assert counts == []
-    assert [each.trellis for each in found] == [4, 4]
+    assert {each.trellis for each in found} <= {0, 4}
 
 
 def test_weights_meet_their_bytes_together_at_the_steps_they_do_alone(

@@ -10,7 +10,6 @@ from torch import nn
 
 import factorpack as fp
 from factorpack.budget import knowledge
-from factorpack.budget.planner import STATES
 from factorpack.calibration.calibrate import Calibration
 from factorpack.calibration.walk import Walk
 from tests.helpers import seeded
@@ -35,11 +34,6 @@ def test_weights_are_coded_on_all_inputs_and_planned_on_some(
     assert {count for coding, count in seen if not coding} == {56 if refine else 64}
 
 
-@pytest.mark.parametrize(
-    ("device", "states"), [(None, STATES), ("cpu", STATES), ("cuda", 0)], ids=["alone", "cpu", "gpu"]
-)
-def test_a_trellis_is_the_default_but_with_data_on_a_gpu(device: str | None, states: int) -> None:
-    feedback_on = None if device is None else torch.device(device)
-    assert fp.Planner().settled(feedback_on).trellis == states
-    assert fp.Planner(trellis=4).settled(feedback_on).trellis == 4
-    assert fp.Planner(trellis=0).settled(feedback_on).trellis == 0
+def test_codes_follow_a_trellis_by_default_whatever_rounds_them() -> None:
+    assert fp.Planner().trellis == 8
+    assert fp.Planner(trellis=0).trellis == 0

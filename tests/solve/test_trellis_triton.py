@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 from factorpack.solve.feedback import feedback_factor, round_with_feedback
-from factorpack.solve.trellis_search import fit_trellis, path_by_rows
+from factorpack.solve.trellis_search import fit_trellis
 from tests.helpers import seeded
 from tests.runtime.triton_interpreter import complete
 
@@ -19,20 +20,34 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
 
 
 @pytest.mark.parametrize("states", [4, 8])
-@pytest.mark.parametrize(("rows", "paths"), [(1, 1), (16, 70), (20, 3)])
-def test_all_paths_at_once_are_those_of_the_search_row_by_row(
-    states: int, rows: int, paths: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("batch", "rows", "columns"), [(1, 16, 7), (2, 20, 3), (1, 131, 5), (1, 128, 2)])
+def test_all_paths_at_once_are_those_of_the_plain_search(
+    batch: int, rows: int, columns: int, states: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from factorpack.solve.trellis_triton import find_paths
+    from factorpack.solve import trellis_triton
 
     if DEVICE == "cpu":
         complete(monkeypatch)
-    costs = seeded(4, rows, paths).square().to(DEVICE)
-    assert torch.equal(find_paths(costs, states), path_by_rows(costs, states))
+    monkeypatch.setattr(trellis_triton, "PROGRAMS", 4 * batch)  # a program has several columns
+    values = 3.0 * seeded(batch, rows, columns) * torch.where(torch.arange(columns) % 3 == 1, 0.1, 1.0)
+    lengths = fit_trellis(values, 0.1155, states)
+    assert lengths.quiet.any()
+    levels, quantizers = lengths.paths(values)
+    moved = replace(
+        lengths,
+        **{
+            name: getattr(lengths, name).to(DEVICE)
+            for name in ("table", "row_class", "column_class", "quiet")
+        },
+    )
+    found = trellis_triton.follow_paths(values.to(DEVICE), moved)
+    assert torch.equal(found[0].cpu(), levels)
+    assert torch.equal(found[1].cpu(), quantizers)
 
 
 @pytest.mark.parametrize(
-    ("batch", "groups", "rows", "size"), [(1, 1, 20, 6), (2, 1, 9, 17), (1, 3, 7, 5), (1, 1, 131, 3)]
+    ("batch", "groups", "rows", "size"),
+    [(1, 1, 20, 6), (2, 1, 9, 17), (1, 3, 7, 5), (1, 1, 131, 3), (1, 1, 128, 4)],
 )
 @pytest.mark.parametrize("states", [4, 8])
 def test_the_kernel_gives_the_levels_and_residues_of_the_plain_loop(
@@ -56,6 +71,6 @@ def test_the_kernel_gives_the_levels_and_residues_of_the_plain_loop(
         return lengths(column, values)
 
     wanted, error = round_with_feedback(target, factor, step, plain)
-    codes, given = round_block(target.clone(), factor, 0, step, lengths)
+    codes, given = round_block(target, factor, 0, step, lengths)
     assert torch.equal(codes, wanted)
     torch.testing.assert_close(given.square().sum(-1), error)

@@ -10,7 +10,7 @@ from math import exp, sqrt
 import torch
 from torch import Tensor
 
-from factorpack.budget.coding import finest_step, prepare_together
+from factorpack.budget.coding import finest_step, prepare_together, works_together
 from factorpack.budget.curves import Curve
 from factorpack.budget.planner import Planner
 from factorpack.errors import while_compressing
@@ -69,10 +69,11 @@ class Try:
 
     def shape(self) -> tuple[object, ...]:
         """What tries that can be rounded at once have in common."""
-        one_group = len(self.problem.latent) == 1 and not self.method.trellis
+        latent, method = self.problem.latent, self.method
+        joins = len(latent) == 1 and (not method.trellis or works_together(latent.device))
+        own = () if joins else (id(self),)
         has_factor = self.problem.factor is not None
-        alone = () if one_group else (id(self),)
-        return (*self.problem.latent.shape, len(self.steps), self.method.price, has_factor, *alone)
+        return (*latent.shape, len(self.steps), method.price, method.trellis, has_factor, *own)
 
 
 Measured = list[tuple[float, float]]
@@ -101,8 +102,9 @@ def _measure_together(tries: Sequence[Try]) -> list[Measured]:
     some = len(one.problem.latent) * one.problem.latent.shape[1]
     rows = one.weight.layout.outputs
     if len(tries) > 1:
-        codes, errors = round_many([each.problem for each in tries], steps, one.method.price)
-        sizes = estimate_bytes(codes.flatten(0, 1), rows=rows).reshape(steps.shape)
+        problems = [each.problem for each in tries]
+        codes, errors = round_many(problems, steps, one.method.price, one.method.trellis)
+        sizes = estimate_bytes(codes.flatten(0, 1), one.method.trellis, rows).reshape(steps.shape)
     else:
         codes, errors = one.problem.round(steps[0], one.method.price, one.method.trellis)
         sizes = estimate_bytes(codes.flatten(1, 2), one.method.trellis, rows)[None]

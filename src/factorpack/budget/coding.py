@@ -16,6 +16,7 @@ from factorpack.budget.step_search import StepSearch
 from factorpack.format.streams import split_of, states_of
 from factorpack.methods import SecondOrder
 from factorpack.methods.second_order import encode_each_at
+from factorpack.quantize.trellis import SHORTEST
 from factorpack.record import Encoded, LayerMoments
 from factorpack.solve.code_size import estimate_bytes
 from factorpack.weight import Weight
@@ -97,10 +98,11 @@ def _without_step(method: SecondOrder) -> SecondOrder:
 
 
 def _can_join(weight: Weight, method: SecondOrder) -> bool:
-    """Whether the weight may be rounded with others: a path through a trellis, or rows of own steps, may not."""
+    """Whether the weight may be rounded with others: rows of own steps may not, nor where codes are compared."""
     divides = weight.filter_size % method.tile == 0
     alike = weight.inputs is not None and weight.row_weights is None
-    return alike and not method.trellis and divides and works_together(_device_of(weight))
+    decided = not method.trellis or (weight.layout.outputs >= SHORTEST and not method.try_plain)
+    return alike and decided and divides and works_together(_device_of(weight))
 
 
 def _device_of(weight: Weight) -> torch.device:
@@ -119,7 +121,7 @@ def _encode_alike(
     if len(weights) == 1 or len(problems[0].latent) > 1:
         each_at = zip(weights, methods, steps, strict=True)
         return [replace(method, step=step).encode(weight) for weight, method, step in each_at]
-    return encode_each_at(problems, steps, weights, methods[0].price)
+    return encode_each_at(problems, steps, weights, methods[0].price, methods[0].trellis)
 
 
 def encode_with_step(weight: Weight, method: SecondOrder, step: float) -> Coded:

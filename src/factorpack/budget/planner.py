@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from factorpack.budget.norm_bits import MOST_BITS
@@ -59,14 +58,12 @@ class Planner:
     ridge: float = 1.0
     """Added likewise where a weight adapts to the outputs of the layers compressed before it, less where there are
     many samples for each input: with too little it fits the sample and not the data."""
-    trellis: int | None = None
-    """States, 4 or 8, of a trellis along which codes are chosen where that pays; 0: none. None: 8, but none with
-    calibration data on a GPU, where the search takes longer than everything else."""
+    trellis: int = STATES
+    """States, 4 or 8, of a trellis along which codes are chosen where that pays; 0: none."""
 
     def __post_init__(self) -> None:
         check_type("samples", self.samples, int)
-        if self.trellis is not None:
-            check_trellis(self.trellis)
+        check_trellis(self.trellis)
         if self.norm_bits is not None:
             check_type("norm_bits", self.norm_bits, int)
             if not 0 <= self.norm_bits <= MOST_BITS:
@@ -76,13 +73,6 @@ class Planner:
                 f"samples {self.samples}, price {self.price}, damping {self.damping}, ridge {self.ridge}: "
                 "expected at least 1, at least 0, above 0, and above 0"
             )
-
-    def settled(self, feedback_on: torch.device | None) -> Planner:
-        """With a number of states, where the caller has left it open: by the device that rounds with feedback."""
-        if self.trellis is not None:
-            return self
-        slow = feedback_on is not None and feedback_on.type != "cpu"
-        return replace(self, trellis=0 if slow else STATES)
 
     def method(self, step: float = 1.0, tile: int = 1, trellis: int = 0) -> SecondOrder:
         """The method of a weight at a step, in the basis of a tile (1: none), along a trellis (0: none)."""

@@ -15,7 +15,6 @@ from factorpack.budget.meet import AIM
 from factorpack.budget.planner import BudgetRequest, Planner
 from factorpack.budget.stream_memory import StreamMemory, estimate_stream_memory
 from factorpack.budget.tensors import Tensors, split_tensors
-from factorpack.calibration.streaming import streaming_device
 from factorpack.checkpoints.entry import Entry
 from factorpack.errors import PlanError, while_compressing
 from factorpack.format.container import file_header, stored
@@ -119,10 +118,7 @@ def plan(
     name, rules = resolve_rules(recipe, opened, method, layers or {}, exclude, DEFAULT_METHOD, bool(budgets))
     if not budgets:
         return _preview(opened, _by_rules(opened, rules), name)
-    wanted, planner = (
-        budget_bytes(opened, ratio, max_bytes),
-        (planner or Planner()).settled(None if samples is None else streaming_device()),
-    )
+    wanted, planner = budget_bytes(opened, ratio, max_bytes), planner or Planner()
     request = BudgetRequest(opened, None, None, planner, rules.layers, rules.exclude, progress=False)
     split = split_tensors(request)
     tensors, smallest = split.for_bytes(wanted), split.for_bytes(0).smallest_bytes

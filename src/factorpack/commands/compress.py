@@ -76,8 +76,7 @@ def compress(
         int | None,
         typer.Option(
             help="States of a trellis, 4 or 8, along which a budget's codes are chosen where that pays: less loss at "
-            "the same size, twice the time to load. 0: none. Without it, 8, but 0 with calibration on a GPU, "
-            "where the search takes long.",
+            "the same size, twice the time to load. 0: none. Without it, 8.",
             show_default=False,
         ),
     ] = None,

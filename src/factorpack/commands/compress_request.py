@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from factorpack.budget.planner import Planner
+from factorpack.budget.planner import STATES, Planner
 from factorpack.budget.preview import Preview, plan
 from factorpack.calibration.model_folder import is_model_folder, open_folder
 from factorpack.calibration.synthetic import SYNTHETIC, Synthetic
@@ -61,7 +61,7 @@ class CompressRequest:
     stream: bool = False
     """Whether a folder's model is read block by block."""
     trellis: int | None = None
-    """States of the trellis that a budget's codes may follow; None leaves it to the planner."""
+    """States of the trellis that a budget's codes may follow; None: the planner's default."""
     key: str | None = None
     """Which weights of a torch file that has several."""
 
@@ -191,6 +191,7 @@ class CompressRequest:
         if progress and parts_folder(path).is_dir():
             print_line(f"resuming from what {parts_folder(path)} has")
         source, batches = self._model_and_batches()
+        states = STATES if self.trellis is None else self.trellis
         return compress(
             source,
             self.method.make(),
@@ -201,7 +202,7 @@ class CompressRequest:
             exclude=self.exclude,
             recipe=self.recipe,
             calibration=batches,
-            planner=Planner(samples=self.samples, trellis=self.trellis) if self.has_budget else None,
+            planner=Planner(samples=self.samples, trellis=states) if self.has_budget else None,
             curves=self.curves,
             to=path,
             engine=self.engine,

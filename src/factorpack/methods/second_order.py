@@ -238,19 +238,23 @@ def encode_at(
 
 
 def encode_each_at(
-    problems: Sequence[LayerProblem], steps: Sequence[float], weights: Sequence[Weight], price: float
+    problems: Sequence[LayerProblem],
+    steps: Sequence[float],
+    weights: Sequence[Weight],
+    price: float,
+    trellis: int = 0,
 ) -> list[Encoded]:
     """`encode_at` of weights of one shape and one group, each at its own step, rounded at once."""
-    stored = [stored_step(step, 0) for step in steps]
+    stored = [stored_step(step, trellis) for step in steps]
     moved = torch.cat([each.float() for each in stored]).to(problems[0].latent.device)  # (weights, 1)
-    codes, _ = round_many(problems, moved, price)
+    codes, _ = round_many(problems, moved, price, trellis)
     largest = [
         _checked(found, step) for found, step in zip(codes.abs().amax((1, 2, 3)).tolist(), steps, strict=True)
     ]
     scales = [part.to(each.dtype) for part, each in zip(moved.split(1), stored, strict=True)]
     bases = [each.basis for each in problems]
     return [
-        as_encoded(*each[:-1], largest=each[-1])
+        as_encoded(*each[:-1], trellis, each[-1])
         for each in zip(codes, scales, bases, weights, largest, strict=True)
     ]
 

@@ -123,14 +123,13 @@ def round_with_feedback(
     """
     batch, rows, size = target.shape
     left = target.reshape(len(factor), -1, size).clone()
-    step = step.expand(batch, rows).reshape(left.shape[:2])
+    step = step.expand(batch, rows).reshape(left.shape[:2]).contiguous()
     codes = torch.empty_like(left)
     error = left.new_zeros(left.shape[:2])
     width = TRELLIS_BLOCK if left.is_cuda and isinstance(rounding, TrellisLengths) else BLOCK
     for start in range(0, size, width):
         stop = min(start + width, size)
-        block = left[:, :, start:stop].contiguous()
-        code, residues = _round_block(block, factor, start, step, rounding)
+        code, residues = _round_block(left[:, :, start:stop], factor, start, step, rounding)
         codes[:, :, start:stop] = code
         error += residues.square().sum(-1)
         left[:, :, stop:] -= residues @ factor[:, start:stop, stop:]
@@ -153,7 +152,7 @@ def _round_block(
 
         return round_block_of_paths(block, factor, start, step, rounding)
     stop = start + block.shape[2]
-    return _round_columns(block, factor[:, start:stop, start:stop], start, step, rounding)
+    return _round_columns(block.contiguous(), factor[:, start:stop, start:stop], start, step, rounding)
 
 
 def _round_columns(

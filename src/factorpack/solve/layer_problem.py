@@ -135,7 +135,7 @@ class LayerProblem:
 
 
 def round_many(
-    problems: Sequence[LayerProblem], steps: Tensor, price: float = HIGH_RATE
+    problems: Sequence[LayerProblem], steps: Tensor, price: float = HIGH_RATE, trellis: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Problems of one shape and one group rounded at once, each at its own steps, (problems, steps).
 
@@ -146,7 +146,12 @@ def round_many(
     steps = steps.to(latent)
     each_step = steps.flatten()[:, None]
     unit = latent / each_step[:, :, None]
-    lengths = fit_lengths(unit, price)
+    if trellis:
+        parts = zip(problems, unit.split(count), strict=True)
+        expected = torch.cat([each._with_feedback_noise(part) for each, part in parts])
+        lengths: TrellisLengths | CodeLengths = fit_trellis(expected, price, trellis)
+    else:
+        lengths = fit_lengths(unit, price)
     factors = [each.factor for each in problems if each.factor is not None]
     if not factors:
         codes = lengths.round_all(unit)

@@ -44,7 +44,7 @@ class TrellisLengths:
     table: Tensor
     """Bits of an index's magnitude and sign by class and quantizer: (batch, CLASSES, 2, MAGNITUDES)."""
     row_class: Tensor
-    """(batch, rows), and (batch, columns): an element's class is their sum, clamped."""
+    """(batch, rows), and (batch, columns), int32: an element's class is their sum, clamped."""
     column_class: Tensor
     quiet: Tensor
     """Columns without a path, (batch, columns)."""
@@ -54,7 +54,7 @@ class TrellisLengths:
 
     @cached_property
     def cells(self) -> Tensor:
-        """See `Branches`; the kernel of a GPU does without."""
+        """See `Branches`; the kernels of a GPU do without."""
         return _cells(self.table, self.price)
 
     def __call__(self, column: int, values: Tensor) -> Tensor:
@@ -68,6 +68,10 @@ class TrellisLengths:
 
     def paths(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The levels of every column, (batch, rows, columns), and their quantizers."""
+        if values.is_cuda:
+            from factorpack.solve.trellis_triton import follow_paths  # triton is there only with a GPU
+
+            return follow_paths(values, self)
         levels, quantizers = torch.empty_like(values), torch.empty_like(values, dtype=torch.long)
         many = max(1, BLOCK_ELEMENTS // (values.shape[0] * values.shape[1]))
         for start in range(0, values.shape[2], many):
@@ -94,7 +98,7 @@ class TrellisLengths:
     def _classes(self, columns: slice) -> Tensor:
         """Each element's row in the flattened table of all batches and classes: (batch, rows, columns)."""
         first = CLASSES * torch.arange(len(self.table), device=self.table.device, dtype=torch.int32)
-        classes = self.row_class.int()[:, :, None] + self.column_class.int()[:, None, columns]
+        classes = self.row_class[:, :, None] + self.column_class[:, None, columns]
         return classes.clamp_(0, CLASSES - 1).add_(first[:, None, None])
 
     def refit(self, levels: Tensor, quantizers: Tensor) -> TrellisLengths:
@@ -116,8 +120,8 @@ def fit_trellis(values: Tensor, price: float, states: int) -> TrellisLengths:
     plain = fit_lengths(coarse, price / (2 * FINE_STEP) ** 2)
     lengths = TrellisLengths(
         _initial_table(plain.table[:, :, REACH:]),
-        plain.row_class,
-        plain.column_class,
+        plain.row_class.int(),
+        plain.column_class.int(),
         (plain.round_all(coarse) == 0).to(values).mean(1) > QUIET_SHARE,
         price / FINE_STEP**2,
         states,
@@ -210,10 +214,6 @@ def _cells(table: Tensor, price: float) -> Tensor:
 
 def cheapest_path(costs: Tensor, states: int) -> Tensor:
     """The subsets, (segment, paths), of the cheapest path from state 0, given the cost of each subset."""
-    if costs.is_cuda:
-        from factorpack.solve.trellis_triton import find_paths  # triton is there only with a GPU
-
-        return find_paths(costs, states)
     if costs.shape[2] >= MANY_PATHS:
         return path_by_rows(costs, states)
     return path_by_halves(costs, states)

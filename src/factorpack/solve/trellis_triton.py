@@ -1,7 +1,7 @@
 """Kernels for paths through a trellis: all paths of a matrix at once, and error feedback along them.
 
-A state's two predecessors lie side by side, and each pair of states has the same two successors. So a row of a
-Viterbi search is eight minima of two sums, written out here; which of the two was smaller is one bit per state.
+A Viterbi search goes row by row, and each row waits for the one before. So a state is a lane here, which finds the
+smaller of two sums, and all that other rows do not depend on happens elsewhere: costs before, levels after.
 """
 
 from __future__ import annotations
@@ -16,114 +16,15 @@ from factorpack.solve.code_length import CLASSES, REACH
 from factorpack.solve.feedback import TRELLIS_BLOCK
 from factorpack.solve.trellis_search import TrellisLengths
 
-SUBSETS = 4
-LANES = 64
-"""Paths per program, where all are known."""
-AT_ONCE = 16
-"""Rows whose costs are loaded before they are added up."""
-_SIZES = ["rows", "group_rows", "first", "size", "factor_stride", "segment", "width"]
+SCRATCH = 2 * 4 * 2
+"""Costs of a row: two halves, and in each the two ways into each of four kinds of state."""
+PROGRAMS = 1 << 13
+"""Columns, or segments of them, whose paths are searched at once where all values are known: what fills a GPU."""
+WORD = 8
+"""Rows whose costs are loaded while those before them are added up: what `_search` writes out."""
+_SOME = ["rows", "segment", "width"]
+_SIZES = [*_SOME, "group_rows", "first", "size", "factor_stride"]
 """A kernel for every shape would take longer to compile than to run."""
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _two(before, after, even, odd, EVEN: tl.constexpr, ODD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The costs of a pair of states' two successors, and the bits EVEN and ODD where they come from the second."""
-    stay, cross = before + even, after + odd
-    turn, other = before + odd, after + even
-    chosen = tl.where(cross < stay, EVEN, 0) + tl.where(other < turn, ODD, 0)
-    return tl.minimum(stay, cross), tl.minimum(turn, other), chosen
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _advance(t0, t1, t2, t3, t4, t5, t6, t7, c0, c1, c2, c3, STATES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The costs of all states one row on, given the costs of the four subsets, and one bit per state.
-
-    With four states the other four are copies that nothing reads.
-    """
-    if STATES == 8:
-        n0, n2, a = _two(t0, t1, c0, c1, 1, 4)
-        n4, n6, b = _two(t2, t3, c0, c1, 16, 64)
-        n5, n7, c = _two(t4, t5, c2, c3, 32, 128)
-        n1, n3, d = _two(t6, t7, c2, c3, 2, 8)
-        return n0, n1, n2, n3, n4, n5, n6, n7, a + b + c + d
-    n0, n2, a = _two(t0, t1, c0, c1, 1, 4)
-    n1, n3, b = _two(t2, t3, c2, c3, 2, 8)
-    return n0, n1, n2, n3, n0, n1, n2, n3, a + b
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _return(state, chosen, STATES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The state a row before, and the subset that led from there."""
-    second = (chosen >> state) & 1
-    if STATES == 8:
-        pair = tl.where((state & 1) == 1, 3 - (state >> 2), state >> 2)
-        quantizer = pair >> 1
-    else:
-        pair = state & 1
-        quantizer = pair
-    return 2 * pair + second, 2 * quantizer + (second ^ ((state >> 1) & 1))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _smaller(best, state, total, other: tl.constexpr):  # type: ignore[no-untyped-def]
-    return tl.minimum(best, total), tl.where(total < best, other, state)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _cheapest_end(t0, t1, t2, t3, t4, t5, t6, t7, STATES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first state of least cost."""
-    best, state = _smaller(t0, t0.to(tl.int32) * 0, t1, 1)
-    best, state = _smaller(best, state, t2, 2)
-    best, state = _smaller(best, state, t3, 3)
-    if STATES == 8:
-        best, state = _smaller(best, state, t4, 4)
-        best, state = _smaller(best, state, t5, 5)
-        best, state = _smaller(best, state, t6, 6)
-        best, state = _smaller(best, state, t7, 7)
-    return state
-
-
-@triton.jit(do_not_specialize=["rows", "paths", "plane"], do_not_specialize_on_alignment=["paths", "plane"])  # type: ignore[untyped-decorator]
-def _find_paths(costs, choices, taken, rows, paths, plane, LANES: tl.constexpr, STATES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program: LANES paths, row by row and back."""
-    lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
-    here = lane < paths
-    t0 = tl.zeros([LANES], tl.float32)
-    far = t0 + float("inf")
-    t1, t2, t3, t4, t5, t6, t7 = far, far, far, far, far, far, far
-    for row in range(rows):
-        own = costs + row * paths + lane
-        c0, c1 = tl.load(own, here, 0.0), tl.load(own + plane, here, 0.0)
-        c2, c3 = tl.load(own + 2 * plane, here, 0.0), tl.load(own + 3 * plane, here, 0.0)
-        t0, t1, t2, t3, t4, t5, t6, t7, chosen = _advance(
-            t0, t1, t2, t3, t4, t5, t6, t7, c0, c1, c2, c3, STATES
-        )
-        tl.store(choices + row * paths + lane, chosen.to(tl.uint8), here)
-    state = _cheapest_end(t0, t1, t2, t3, t4, t5, t6, t7, STATES)
-    for back in range(rows):
-        row = rows - 1 - back
-        chosen = tl.load(choices + row * paths + lane, here, 0).to(tl.int32)
-        state, subset = _return(state, chosen, STATES)
-        tl.store(taken + row * paths + lane, subset.to(tl.int64), here)
-
-
-def find_paths(costs: Tensor, states: int) -> Tensor:
-    """As `cheapest_path` of trellis_search: the subsets, (segment, paths), of the cheapest path from state 0."""
-    _, rows, paths = costs.shape
-    taken = torch.empty((rows, paths), dtype=torch.long, device=costs.device)
-    choices = torch.empty((rows, paths), dtype=torch.uint8, device=costs.device)
-    _find_paths[(triton.cdiv(paths, LANES),)](
-        costs.contiguous(),
-        choices,
-        taken,
-        rows,
-        paths,
-        rows * paths,
-        LANES=LANES,
-        STATES=states,
-        num_warps=LANES // 32,
-    )
-    return taken
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -140,6 +41,218 @@ def _cheapest(size, quantizer, parity, table, price, REACH: tl.constexpr):  # ty
     return tl.where(other < cost, lower, level), tl.minimum(cost, other)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _step(total, way, stay, cross, first, BIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Costs of all states one row on, given those of both ways there, and which way was cheaper as a bit."""
+    stay += tl.gather(total, first, 0)
+    cross += tl.gather(total, first + 1, 0)
+    second = (cross < stay).to(tl.int32)
+    return tl.minimum(stay, cross), tl.gather(way, first + second, 0) | (second << BIT)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _two_rows(total, way, costs, first, BIT: tl.constexpr, STATES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Two rows, whose costs were loaded at once: (STATES, 4)."""
+    stays, crosses = tl.split(tl.reshape(costs, [STATES, 2, 2]))
+    stay0, stay1 = tl.split(stays)
+    cross0, cross1 = tl.split(crosses)
+    total, way = _step(total, way, stay0, cross0, first, BIT)
+    return _step(total, way, stay1, cross1, first, BIT + 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _search(costs, far, last, ROWS: tl.constexpr, STATES: tl.constexpr, WORD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The cheapest path from state 0 through `last` rows of costs, as four words of 32 rows each: see `_subsets`.
+
+    A lane is a state, and keeps the way its cheapest path has come: a bit per row says from which of the two
+    predecessors. The bits of WORD rows are passed on from state to state, above the state they began at; then
+    those before them follow at once. So nothing is read but costs, and nothing is traced back.
+    """
+    state = tl.arange(0, STATES)
+    if STATES == 8:
+        pair = tl.where((state & 1) == 1, 3 - (state >> 2), state >> 2)
+        quantizer = pair >> 1
+    else:
+        pair = state & 1
+        quantizer = pair
+    first, parity = 2 * pair, (state >> 1) & 1
+    own = costs + (2 * quantizer + parity)[:, None] * ROWS * 2 + tl.arange(0, 4)[None, :]
+    total = tl.where(state == 0, 0.0, far)
+    way0, way1, way2, way3 = state * 0, state * 0, state * 0, state * 0
+    rows0, rows2, rows4, rows6 = tl.load(own), tl.load(own + 4), tl.load(own + 8), tl.load(own + 12)
+    for top in range(0, last, WORD):
+        way = state
+        ahead = own + tl.minimum(top + WORD, last - WORD) * 2
+        next0, next2, next4, next6 = (
+            tl.load(ahead),
+            tl.load(ahead + 4),
+            tl.load(ahead + 8),
+            tl.load(ahead + 12),
+        )
+        total, way = _two_rows(total, way, rows0, first, 3, STATES)
+        total, way = _two_rows(total, way, rows2, first, 5, STATES)
+        total, way = _two_rows(total, way, rows4, first, 7, STATES)
+        total, way = _two_rows(total, way, rows6, first, 9, STATES)
+        rows0, rows2, rows4, rows6 = next0, next2, next4, next6
+        origin, new, word = way & 7, (way >> 3) << top % 32, top // 32
+        way0 = tl.gather(way0, origin, 0) | tl.where(word == 0, new, 0)
+        way1 = tl.gather(way1, origin, 0) | tl.where(word == 1, new, 0)
+        way2 = tl.gather(way2, origin, 0) | tl.where(word == 2, new, 0)
+        way3 = tl.gather(way3, origin, 0) | tl.where(word == 3, new, 0)
+    best = tl.argmin(total, 0)
+    taken = state == best
+    # The last rows' parities depend on the state after them.
+    after, word = best, last // 32
+    if STATES == 8:
+        after = (best & 1) | ((best >> 1) & 2) | (((best << 1) ^ best) & 4)
+    after = after << last % 32
+    way0 = tl.sum(tl.where(taken, way0, 0), 0) | tl.where(word == 0, after, 0)
+    way1 = tl.sum(tl.where(taken, way1, 0), 0) | tl.where(word == 1, after, 0)
+    way2 = tl.sum(tl.where(taken, way2, 0), 0) | tl.where(word == 2, after, 0)
+    way3 = tl.sum(tl.where(taken, way3, 0), 0) | tl.where(word == 3, after, 0)
+    return way0, way1, way2, way3, tl.where(word == 4, after, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _subsets(way0, way1, way2, way3, way4, place, STATES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The subset of each row on a path.
+
+    A state's lowest bit is the quantizer of the row before it, and its two predecessors differ in theirs. So bit r
+    of a path is the quantizer of row r - 1, and parities follow from the parity checks: see quantize/trellis.py.
+    """
+    word = place // 32
+    low = tl.where(word == 0, way0, tl.where(word == 1, way1, tl.where(word == 2, way2, way3)))
+    high = tl.where(word == 0, way1, tl.where(word == 1, way2, tl.where(word == 2, way3, way4)))
+    bits = (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
+    bits = (bits >> place % 32).to(tl.int32)
+    parity = bits ^ (bits >> 2)
+    if STATES == 8:
+        parity = parity ^ (bits >> 3)
+    return (bits & 2) | (parity & 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _choose(  # type: ignore[no-untyped-def]
+    magnitude,
+    here,
+    table,
+    is_loud,
+    costs,
+    price,
+    last,
+    ROWS: tl.constexpr,
+    STATES: tl.constexpr,
+    REACH: tl.constexpr,
+    WORD: tl.constexpr,
+):
+    """The levels of a column's magnitudes, and their subsets: along the cheapest path where the column is loud.
+
+    A thread has a row, and in the search a state. Only costs go from one to the other, through scratch memory, hence
+    the barrier.
+    """
+    level0, cost0 = _cheapest(magnitude, 0, 0, table, price, REACH)
+    level1, cost1 = _cheapest(magnitude, 0, 1, table, price, REACH)
+    path = (cost1 < cost0).to(tl.int32)
+    level2, level3 = level0, level0
+    if is_loud:
+        level2, cost2 = _cheapest(magnitude, 1, 0, table, price, REACH)
+        level3, cost3 = _cheapest(magnitude, 1, 1, table, price, REACH)
+        place = tl.arange(0, ROWS)
+        mine = costs + place * 2
+        cost0, cost1 = tl.where(here, cost0, 0.0), tl.where(here, cost1, 0.0)
+        cost2, cost3 = tl.where(here, cost2, 0.0), tl.where(here, cost3, 0.0)
+        tl.store(mine, cost0)
+        tl.store(mine + 1, cost1)
+        tl.store(mine + ROWS * 2, cost1)
+        tl.store(mine + ROWS * 2 + 1, cost0)
+        tl.store(mine + ROWS * 4, cost2)
+        tl.store(mine + ROWS * 4 + 1, cost3)
+        tl.store(mine + ROWS * 6, cost3)
+        tl.store(mine + ROWS * 6 + 1, cost2)
+        tl.debug_barrier()
+        way0, way1, way2, way3, way4 = _search(costs, price * 0.0 + float("inf"), last, ROWS, STATES, WORD)
+        path = _subsets(way0, way1, way2, way3, way4, place, STATES)
+    level = tl.where(path == 0, level0, tl.where(path == 1, level1, tl.where(path == 2, level2, level3)))
+    return level, path
+
+
+@triton.jit(do_not_specialize=_SOME, do_not_specialize_on_alignment=_SOME)  # type: ignore[untyped-decorator]
+def _follow_paths(  # type: ignore[no-untyped-def]
+    values,
+    bits,
+    row_class,
+    column_class,
+    quiet,
+    levels,
+    quantizers,
+    costs,
+    rows,
+    price,
+    segment,
+    width,
+    ROWS: tl.constexpr,
+    STATES: tl.constexpr,
+    REACH: tl.constexpr,
+    CLASSES: tl.constexpr,
+    WORD: tl.constexpr,
+):
+    """One program: a segment of the rows of one batch element, and every so many of its columns."""
+    batch = tl.program_id(1).to(tl.int64)
+    own = (batch * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(2) + tl.program_id(2)
+    place = tl.arange(0, ROWS)
+    row = tl.program_id(0) * segment + place
+    here = (place < segment) & (row < rows)
+    line = batch * rows + row
+    classes = tl.load(row_class + line, here, 0)
+    last = (segment + WORD - 1) // WORD * WORD
+    costs += own * 2 * ROWS * 8
+    turn = 0
+    for index in range(tl.program_id(2), width, tl.num_programs(2)):
+        value = tl.load(values + line * width + index, here, 0.0)
+        kind = classes + tl.load(column_class + batch * width + index)
+        kind = tl.minimum(tl.maximum(kind, 0), CLASSES - 1)
+        table = bits + (batch * CLASSES + kind) * 2 * (REACH + 1)
+        is_loud = tl.load(quiet + batch * width + index) == 0
+        half = costs + turn * ROWS * 8
+        level, path = _choose(
+            tl.abs(value), here, table, is_loud, half, price, last, ROWS, STATES, REACH, WORD
+        )
+        turn = tl.where(is_loud, 1 - turn, turn)
+        tl.store(levels + line * width + index, tl.where(value < 0, -level, level), here)
+        tl.store(quantizers + line * width + index, (path >> 1).to(tl.int64), here)
+
+
+def follow_paths(values: Tensor, lengths: TrellisLengths) -> tuple[Tensor, Tensor]:
+    """The levels of every column of (batch, rows, columns), and their quantizers, without feedback."""
+    batch, rows, width = values.shape
+    segment = segment_rows(rows)
+    count = -(-rows // segment)
+    programs = max(1, min(width, PROGRAMS // (batch * count)))
+    values = values.contiguous()
+    levels, quantizers = torch.empty_like(values), torch.empty_like(values, dtype=torch.long)
+    _follow_paths[(count, batch, programs)](
+        values,
+        lengths.table.contiguous(),
+        lengths.row_class.contiguous(),
+        lengths.column_class.contiguous(),
+        lengths.quiet.contiguous().view(torch.uint8),
+        levels,
+        quantizers,
+        values.new_empty(batch * count * programs * LONGEST * SCRATCH),
+        rows,
+        lengths.price,
+        segment,
+        width,
+        ROWS=LONGEST,
+        STATES=lengths.states,
+        REACH=REACH,
+        CLASSES=CLASSES,
+        WORD=WORD,
+        num_warps=4,
+    )
+    return levels, quantizers
+
+
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)  # type: ignore[untyped-decorator]
 def _round_block(  # type: ignore[no-untyped-def]
     numbers,
@@ -152,8 +265,6 @@ def _round_block(  # type: ignore[no-untyped-def]
     codes,
     residues,
     costs,
-    choices,
-    taken,
     rows,
     group_rows,
     first,
@@ -167,12 +278,13 @@ def _round_block(  # type: ignore[no-untyped-def]
     STATES: tl.constexpr,
     REACH: tl.constexpr,
     CLASSES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    WORD: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):
     """One program: a segment of the rows of one batch element, all `width` <= N columns of the block.
 
-    Costs, choices and the path go through the program's own scratch memory: threads read what others wrote,
-    hence the barriers. The search itself is the same in all threads. Rows after the last cost nothing.
+    Columns that are searched take turns in the two halves of the program's scratch memory, so that none is written
+    while another thread still reads. Rows after the last cost nothing.
     """
     batch = tl.program_id(1).to(tl.int64)
     own = batch * tl.num_programs(0) + tl.program_id(0)
@@ -181,86 +293,65 @@ def _round_block(  # type: ignore[no-untyped-def]
     here = (place < segment) & (row < rows)
     line = batch * rows + row
     column = tl.arange(0, N)
-    corner = factor + (line // group_rows) * factor_stride + first * size + first
+    lines = tl.num_programs(1) * rows
     unit = tl.load(step + line, here, 1.0)
     classes = tl.load(row_class + line, here, 0)
-    last = (segment + AT_ONCE - 1) // AT_ONCE * AT_ONCE - 1
-    costs += own * ROWS * 4
-    choices += own * ROWS
-    taken += own * ROWS
+    left = tl.load(
+        numbers + line[None, :] + column[:, None] * lines, here[None, :] & (column < width)[:, None], 0.0
+    )
+    corner = factor + batch * (rows // group_rows) * factor_stride + first * size + first
+    corners = corner + (row // group_rows).to(tl.int64) * factor_stride
+    last = (segment + WORD - 1) // WORD * WORD
+    costs += own * 2 * ROWS * 8
+    turn = 0
     for index in range(width):
-        number = tl.load(numbers + line * width + index, here, 0.0)
+        later = (column > index) & (column < width)
+        if GROUPED:
+            across = tl.load(
+                corners[None, :] + index * size + column[:, None], here[None, :] & later[:, None], 0.0
+            )
+            pivot = tl.load(corners + index * size + index, here, 1.0)
+        else:
+            across = tl.load(corner + index * size + column, later, 0.0)[:, None]
+            pivot = tl.load(corner + index * size + index)
+        number = tl.sum(tl.where((column == index)[:, None], left, 0.0), 0)
         value = number / unit
         magnitude = tl.abs(value)
         kind = classes + tl.load(column_class + batch * size + first + index)
         kind = tl.minimum(tl.maximum(kind, 0), CLASSES - 1)
         table = bits + (batch * CLASSES + kind) * 2 * (REACH + 1)
-        for subset in tl.static_range(4):
-            _, cost = _cheapest(magnitude, subset // 2, subset % 2, table, price, REACH)
-            tl.store(costs + place * 4 + subset, tl.where(here, cost, 0.0))
-        tl.debug_barrier()
-        t0 = price * 0.0
-        far = t0 + float("inf")
-        t1, t2, t3, t4, t5, t6, t7 = far, far, far, far, far, far, far
-        for top in range(0, segment, AT_ONCE):
-            for offset in tl.static_range(AT_ONCE):
-                one = costs + (top + offset) * 4
-                c0, c1, c2, c3 = tl.load(one), tl.load(one + 1), tl.load(one + 2), tl.load(one + 3)
-                t0, t1, t2, t3, t4, t5, t6, t7, chosen = _advance(
-                    t0, t1, t2, t3, t4, t5, t6, t7, c0, c1, c2, c3, STATES
-                )
-                tl.store(choices + top + offset, chosen)
-        tl.debug_barrier()
-        state = _cheapest_end(t0, t1, t2, t3, t4, t5, t6, t7, STATES)
-        for top in range(0, segment, AT_ONCE):
-            for offset in tl.static_range(AT_ONCE):
-                above = last - top - offset
-                state, led = _return(state, tl.load(choices + above), STATES)
-                tl.store(taken + above, led)
-        tl.debug_barrier()
-        path = tl.load(taken + place, place < segment, 0)
-        even, odd = tl.load(costs + place * 4), tl.load(costs + place * 4 + 1)
-        is_quiet = tl.load(quiet + batch * size + first + index) != 0
-        path = tl.where(is_quiet, (odd < even).to(path.dtype), path)
-        level, _ = _cheapest(magnitude, path // 2, path % 2, table, price, REACH)
+        is_loud = tl.load(quiet + batch * size + first + index) == 0
+        half = costs + turn * ROWS * 8
+        level, _ = _choose(magnitude, here, table, is_loud, half, price, last, ROWS, STATES, REACH, WORD)
+        turn = tl.where(is_loud, 1 - turn, turn)
         code = tl.where(value < 0, -level, level)
-        residue = (number - code * unit) / tl.load(corner + index * size + index, here, 1.0)
-        after = here[:, None] & ((column > index) & (column < width))[None, :]
-        across = tl.load(corner[:, None] + index * size + column[None, :], after, 0.0)
-        left = numbers + line[:, None] * width + column[None, :]
-        tl.store(left, tl.load(left, after, 0.0) - residue[:, None] * across, after)
-        tl.store(codes + line * width + index, code, here)
-        tl.store(residues + line * width + index, residue, here)
-        tl.debug_barrier()
+        residue = (number - code * unit) / pivot
+        left -= residue[None, :] * across
+        tl.store(codes + index * lines + line, code, here)
+        tl.store(residues + index * lines + line, residue, here)
 
 
 def round_block(
     block: Tensor, factor: Tensor, first: int, step: Tensor, lengths: TrellisLengths
 ) -> tuple[Tensor, Tensor]:
-    """Levels of (batch, rows, width) values, columns `first` on, and their residues: see feedback.py.
-
-    `block` is overwritten.
-    """
+    """Levels of (batch, rows, width) values, columns `first` on, and their residues: see feedback.py."""
     elements, group_rows, width = block.shape
     batch, rows = lengths.row_class.shape
     size, segment = factor.shape[-1], segment_rows(rows)
-    block = block.contiguous()
-    codes, residues = torch.empty_like(block), torch.empty_like(block)
+    columns = block.movedim(2, 0).contiguous()  # the rows of a column are read, and written, together
+    codes, residues = torch.empty_like(columns), torch.empty_like(columns)
     count = -(-rows // segment)
-    scratch_rows = batch * count * LONGEST
     _round_block[(count, batch)](
-        block,
+        columns,
         factor,
         step.expand(elements, group_rows).contiguous(),
         lengths.table.contiguous(),
-        lengths.row_class.to(torch.int32).contiguous(),
-        lengths.column_class.to(torch.int32).contiguous(),
-        lengths.quiet.to(torch.int32).contiguous(),
+        lengths.row_class.contiguous(),
+        lengths.column_class.contiguous(),
+        lengths.quiet.contiguous().view(torch.uint8),
         codes,
         residues,
-        block.new_empty(scratch_rows * SUBSETS),
-        block.new_empty(scratch_rows, dtype=torch.int32),
-        block.new_empty(scratch_rows, dtype=torch.int32),
+        block.new_empty(batch * count * LONGEST * SCRATCH),
         rows,
         group_rows,
         first,
@@ -274,7 +365,8 @@ def round_block(
         STATES=lengths.states,
         REACH=REACH,
         CLASSES=CLASSES,
-        AT_ONCE=AT_ONCE,
+        WORD=WORD,
+        GROUPED=group_rows < rows,
         num_warps=4,
     )
-    return codes, residues
+    return codes.movedim(0, 2), residues.movedim(0, 2)
