@@ -32,7 +32,7 @@ def packed_as(
     """Codes in lanes: of matrices as large as these or not, in pairs or not, in lanes of some length or the usual."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lane_models, "LARGE", large)
-        patch.setattr(lanes, "PAIR_MARGIN", pair)
+        patch.setattr(lanes, "PAIR_MARGIN", {0: pair})
         if bits:
             patch.setattr(lanes, "LANE_BITS", {0: bits})
         return pack_lanes(codes, codes.shape[1], free=not bits)

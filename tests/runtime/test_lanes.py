@@ -82,7 +82,7 @@ def test_every_way_of_coding_gives_the_codes_back(
 ) -> None:
     monkeypatch.setattr(lane_models, "LARGE", large)
     if case == "pairs":  # so few codes are not worth their table
-        monkeypatch.setattr(lanes, "PAIR_MARGIN", 9.0)
+        monkeypatch.setattr(lanes, "PAIR_MARGIN", {0: 9.0})
     codes = CASES[case]
     packed, layout = pack_lanes(codes, codes.shape[1])
     assert np.array_equal(decode_reference(packed, layout, torch.int16).numpy(), codes.reshape(-1))

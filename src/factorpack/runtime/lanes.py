@@ -13,6 +13,7 @@ within the segment (12), the column within the group (8) and the code (12).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -46,8 +47,8 @@ LEAST_COLUMNS, LEAST_LANES = 64, 32
 """A narrower matrix, or a shorter one than a lane, is cut into other rows, of this many codes at least."""
 LANE_BYTES = 4.2
 """What a lane takes beyond its codes, about."""
-PAIR_MARGIN = 1.015
-"""Pairs are decoded twice as fast, so they may take a little more."""
+PAIR_MARGIN = {0: 1.0, 1 << 22: 1.015}
+"""By least number of codes: what pairs may take beside single codes. They are decoded twice as fast."""
 _RUNS, _RUN = 64, 4096
 """Runs of codes, whose entropy is about that of all, and the length of a run."""
 _LANES_AT_A_TIME = 1 << 14
@@ -119,7 +120,7 @@ def pack_lanes(codes: Codes, columns: int, unit: int = 1, free: bool = True) -> 
     flat = codes.reshape(-1)
     if not fits_lanes(int(flat.min()), int(flat.max())):
         raise WeightError(f"codes {flat.min()} to {flat.max()}, lanes can have {-LIMIT} to {LIMIT - 1}")
-    wanted = LANE_BITS[max(size for size in LANE_BITS if size <= flat.size)] / max(_entropy(flat), 0.1)
+    wanted = _by_size(LANE_BITS, flat.size) / max(_entropy(flat), 0.1)
     matrix = _in_rows(flat, columns)
     models, size = fit_models(matrix)
     if free and (columns < LEAST_COLUMNS or len(matrix) < wanted):
@@ -131,12 +132,17 @@ def pack_lanes(codes: Codes, columns: int, unit: int = 1, free: bool = True) -> 
     symbols: Codes = matrix >> models.raw_bits
     if columns % 2 == 0:
         pairs = _pairs(matrix)
-        paired = fit_pairs(pairs, PAIR_MARGIN * size)
+        paired = fit_pairs(pairs, _by_size(PAIR_MARGIN, flat.size) * size)
         if paired is not None:
             symbols, models = pairs, paired
     segment = -(-len(matrix) // max(1, round(len(matrix) * (1 + models.is_pair) / wanted)))
     segment = min(segment, LONGEST_SEGMENT)
     return _joined(flat.size, columns, segment, models, _encode(symbols, matrix, models, segment))
+
+
+def _by_size(values: Mapping[int, float], codes: int) -> float:
+    """The value for so many codes."""
+    return values[max(size for size in values if size <= codes)]
 
 
 def _in_rows(codes: Codes, columns: int) -> Codes:
