@@ -18,6 +18,7 @@ from benchmarks.llamas import Shape, random_llama, random_tokens
 from benchmarks.training import device
 from factorpack.record import Encoded
 from factorpack.runtime.apply import resident_bytes
+from factorpack.runtime.packed_weight import PackedWeight
 from factorpack.weight import Weight
 
 NOT_RUN = "Not stored yet: `python -m benchmarks.run benchmarks/experiments/generate/h200.toml` on a GPU.\n"
@@ -71,6 +72,8 @@ def _measure(way: str, folder: Path, words: Tensor, tokens: int, rounds: int) ->
     row: dict[str, Any] = {"way": way, "first_token_s": _least(lambda: opened.first_token(words), 2)}
     row["resident_bytes"] = resident_bytes(opened.model)
     row["peak_bytes"] = opened.peak_bytes
+    held = [module for module in opened.model.modules() if isinstance(module, PackedWeight)]
+    row["packed_weights"], row["entropy_coded"] = len(held), sum(bool(weight.lanes) for weight in held)
     generated = opened.generate(words, tokens)
     row["eager_tokens_per_s"] = tokens / _least(lambda: opened.generate(words, tokens), rounds)
     stepper = Stepper(opened.model, words, tokens)
@@ -207,11 +210,12 @@ def tabulate() -> str:
             f"{row['eager_tokens_per_s']:.1f}",
             f"{row['graph_tokens_per_s']:.1f}",
             "yes" if row["same_tokens"] else "no",
+            f"{row['entropy_coded']} of {row['packed_weights']}" if row["packed_weights"] else "-",
         ]
         for row in outcome["ways"]
     ]
     head = ["way", "held, MB", "held / file", "peak, MB", "file to first token, s", "tokens per s, generate"]
-    head += ["tokens per s, CUDA graph", "same tokens"]
+    head += ["tokens per s, CUDA graph", "same tokens", "entropy-coded weights"]
     note = (
         f"{outcome['parameters'] / 1e9:.2f} billion random weights: {outcome['file_bytes'] / 1e6:,.0f} MB packed, "
         f"{outcome['bf16_bytes'] / 1e6:,.0f} MB in BF16.\n"
