@@ -28,8 +28,8 @@
 #define INT8 3
 #define INT16 4
 
-// Words of a warp in shared memory. TIMES lanes may take words, 32 at most, before more are copied: what they take is
-// what was copied two rounds before, when as many words were ahead as three rounds can take.
+// Words of a warp in shared memory. Lanes take words TIMES times, 32 each time at most, before more are copied. What
+// they take then was copied two rounds before, when as many words were ahead as three rounds can take.
 #ifndef RING
 #define RING 512
 #define TIMES 4
@@ -54,7 +54,7 @@ struct Job {
 #define ADD_SUMS add_sums
 #define EXTERN_SHARED(type, name) extern __shared__ type name[]
 
-// What follows in assembly is what the compiler does with more instructions, or waits for a load in.
+// In assembly is what the compiler would do with more instructions, or where it would wait for a load.
 typedef word_t address_t;
 #define ADDRESS(pointer) ((address_t)__cvta_generic_to_shared(pointer))
 
