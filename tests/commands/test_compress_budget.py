@@ -99,7 +99,7 @@ def test_a_killed_command_goes_on(
         patched.setattr("factorpack.budget.goals.meet_size", None)  # fails once it has planned
         patched.setitem(engines.ENGINES, "local", lambda _: workers)
         assert invoke("compress", checkpoint, "-o", packed, *how, "--engine", "local").exit_code == 1
-    assert workers.names == ["batch 0", "0.weight", "3.weight", "7.weight"]
+    assert workers.names == ["batch 0", "batch 1", "0.weight", "3.weight", "7.weight"]
     assert (tmp_path / "small.safetensors.parts").is_dir()
     monkeypatch.setattr("factorpack.budget.measured_curves.plan_together", None)  # planning again would fail
     said = ok("compress", checkpoint, "-o", packed, *how)

@@ -17,6 +17,7 @@ from factorpack.budget.knowledge import Knowledge, learn
 from factorpack.budget.made_inputs import find_inputs
 from factorpack.budget.measured_curves import find_curves
 from factorpack.budget.meet import meet_size
+from factorpack.budget.mirrored import with_mirrored
 from factorpack.budget.planner import HELD_OUT_SHARE, BudgetRequest
 from factorpack.budget.sequential import SequentialCoder
 from factorpack.budget.tensors import Tensors, split_tensors
@@ -57,7 +58,7 @@ def compress_to_bytes(request: BudgetRequest, max_bytes: int) -> Compressed:
             open_journal(request.parts, tensors, request.planner, calibration) as journal,
             open_workers(request) as workers,
         ):
-            knowledge = learn(tensors, request.planner, calibration, journal, workers, request.progress)
+            knowledge = _learn(request, tensors, calibration, journal, workers)
             return _meet_bytes(request, sized, knowledge, max_bytes, journal)
 
 
@@ -90,7 +91,7 @@ def _search_loss(
     """Halves the range of ratios between one that is good enough and one that is not."""
     assert request.model is not None
     calibration, held_out = given.split(HELD_OUT_SHARE)
-    knowledge = learn(tensors, request.planner, calibration, journal, workers, request.progress)
+    knowledge = _learn(request, tensors, calibration, journal, workers)
     original = original_bytes(request.source)
     best: Compressed | None = None
     (low, high), ratio = RATIOS, FIRST_RATIO
@@ -125,6 +126,19 @@ def _meet_bytes(
     if knowledge.sensitivity:
         loss = sum(curves[name].loss_at(coder.step_of(name)) for name in knowledge.sensitivity)
     return Compressed(tensors_in_file, curves, coder.streams, loss)
+
+
+def _learn(
+    request: BudgetRequest,
+    tensors: Tensors,
+    calibration: Calibration | None,
+    journal: Journal,
+    workers: Workers | None,
+) -> Knowledge:
+    """What the calibration data show, with mirrored copies of images where they are wanted."""
+    if calibration is not None and request.model is not None:
+        calibration = with_mirrored(calibration, request.model, request.planner.mirror)
+    return learn(tensors, request.planner, calibration, journal, workers, request.progress)
 
 
 def check_max_bytes(max_bytes: int) -> None:

@@ -31,6 +31,9 @@ class Planner:
 
     samples: int = 256
     """Calibration inputs to use: more are better, up to a thousand."""
+    mirror: bool | None = None
+    """Mirrored copies of calibration images beside them: more inputs to calibrate on. None: where there are fewer
+    than 256, and the model takes most copies for the same as their originals."""
     second_order: bool = True
     """Error feedback on the layer's inputs; without it each value is rounded alone."""
     sequential: bool = True
@@ -63,6 +66,8 @@ class Planner:
 
     def __post_init__(self) -> None:
         check_type("samples", self.samples, int)
+        if self.mirror is not None:
+            check_type("mirror", self.mirror, bool)
         check_trellis(self.trellis)
         if self.norm_bits is not None:
             check_type("norm_bits", self.norm_bits, int)

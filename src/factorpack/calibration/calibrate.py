@@ -240,7 +240,7 @@ def _in_fast_layout(model: nn.Module, batches: list[Any]) -> tuple[list[Any], li
 
     On a CPU convolutions are a quarter faster so. A model that views an image as a vector refuses them.
     """
-    images = device_of(model).type == "cpu" and all(_is_image(batch) for batch in batches)
+    images = device_of(model).type == "cpu" and all(is_image(batch) for batch in batches)
     if images and any(isinstance(module, nn.Conv2d) for module in model.modules()):
         turned = [batch.contiguous(memory_format=torch.channels_last) for batch in batches]
         with suppress(SourceError):
@@ -248,7 +248,8 @@ def _in_fast_layout(model: nn.Module, batches: list[Any]) -> tuple[list[Any], li
     return batches, _execution_order(model, batches[0])
 
 
-def _is_image(batch: Any) -> bool:
+def is_image(batch: Any) -> bool:
+    """Whether a batch is one of images, (n, channels, height, width)."""
     return isinstance(batch, Tensor) and batch.dim() == 4 and batch.is_floating_point()
 
 
