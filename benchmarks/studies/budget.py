@@ -211,6 +211,17 @@ def tabulate_trellis() -> str:
     return f"{table}\n{format_source(*documents.values())}"
 
 
+def tabulate_mirrored() -> str:
+    documents = {model: load_result("budget", f"{model}-mirror") for model in MODELS}
+    rows = [
+        [MODELS[model], row["name"], f"{row['file_ratio']:.1f}", f"{row['kl']:.4f}", f"{row['seconds']:.0f}"]
+        for model, document in documents.items()
+        for row in document["result"]["rows"]
+    ]
+    table = format_table(["model", "128 images", "file ratio", "KL, nats", "seconds"], rows)
+    return f"{table}\n{format_source(*documents.values())}"
+
+
 TABLES = {
     "headline": tabulate_headline,
     "planned-resnet18": partial(tabulate, "resnet18"),
@@ -219,6 +230,7 @@ TABLES = {
     "choices-resnet18": partial(tabulate_planners, "budget", "resnet18-choose", "setting", (1, 4)),
     "choices-mobilenet_v2": partial(tabulate_planners, "budget", "mobilenet_v2-choose", "setting", (1, 4)),
     "cores": tabulate_cores,
+    "mirrored": tabulate_mirrored,
     "ridge": partial(tabulate_planners, "budget", "resnet18-ridge", "setting", (1, 4)),
     "trellis": tabulate_trellis,
     "trellis-few-images": partial(tabulate_planners, "budget", "mobilenet_v2-trellis", "codes", (1, 4)),
