@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from factorpack.record import LayerMoments
-from factorpack.solve.feedback import feedback_factor
+from factorpack.solve.feedback import feedback_factor, round_with_feedback, rounding_order
 from factorpack.solve.layer_problem import (
     Basis,
     LayerProblem,
@@ -21,6 +21,7 @@ from factorpack.solve.layer_problem import (
     layer_problem,
     layer_problems,
     restoring_factor,
+    round_many,
     scales_of_weights,
     smooth_inputs,
     tile_basis,
@@ -144,6 +145,12 @@ def test_weights_of_no_spread(rows: Tensor) -> None:
         assert torch.linalg.matrix_rank(matrix) == 9
 
 
+def factor_in_order(second: Tensor, order: Tensor | None, damping: float = 0.03) -> Tensor:
+    """The factor of moments (groups, K, K) whose rows and columns are put in an order, (K,)."""
+    assert order is not None
+    return feedback_factor(second[:, order][:, :, order], damping)
+
+
 # -- the problem -------------------------------------------------------------------------------------
 
 
@@ -183,7 +190,7 @@ def test_the_factor_is_that_of_the_turned_moments(groups: int) -> None:
     posed = layer_problem(rows, moments, basis, 0.01)
     assert posed.latent.shape == (groups, 4, 12)
     whole = torch.block_diag(*[basis.matrix().double()] * 3)
-    expected = feedback_factor(whole.T @ moments.second.double() @ whole, 0.01)
+    expected = factor_in_order(whole.T @ moments.second.double() @ whole, posed.order, 0.01)
     assert posed.factor is not None
     assert_close(posed.factor, expected, torch.float32)
     assert_close(posed.importance(), expected.diagonal(dim1=1, dim2=2).pow(-2), torch.float32)
@@ -291,6 +298,52 @@ def test_several_steps_at_once_are_each_on_its_own(groups: int, with_moments: bo
         )
 
 
+@pytest.mark.parametrize("tile", [1, 4])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_columns_are_rounded_in_their_order_and_put_back(groups: int, tile: int) -> None:
+    inputs = torch.stack([mixed(500, 12, seed=seed) for seed in range(groups)])
+    moments, rows = moments_of(inputs), seeded(6 * groups, 12)
+    basis = tile_basis(rows, tile, moments.second) if tile > 1 else None
+    posed = layer_problem(rows, moments, basis)
+    matrix = torch.eye(12) if basis is None else torch.block_diag(*[basis.matrix()] * 3)
+    (order,) = rounding_order(matrix.T @ moments.second @ matrix, 0.03)
+    assert posed.order is not None
+    assert torch.equal(posed.order, order)
+    assert order.tolist() != list(range(12))
+    step = torch.tensor([0.4])
+    found, error = posed.round(step, price=0.0)
+    assert posed.factor is not None
+    codes, left = round_with_feedback(posed.latent[:, :, order], posed.factor, step)
+    assert torch.equal(found[0][:, :, order], codes)
+    torch.testing.assert_close(error[0], left.sum())
+
+
+def test_the_order_leaves_less_error_at_the_same_step() -> None:
+    step, gains = torch.tensor([0.4]), []
+    for seed in range(20):
+        moments, rows = moments_of(mixed(500, 24, seed)[None]), seeded(200, 24, seed=seed + 99)
+        posed = layer_problem(rows, moments)
+        _, error = posed.round(step)
+        _, before = replace(posed, order=None, factor=feedback_factor(moments.second, 0.03)).round(step)
+        gains.append(float(error / before))
+    assert sum(gains) / len(gains) < 0.95
+
+
+@pytest.mark.parametrize("trellis", [0, 8])
+@pytest.mark.parametrize("alike", [False, True], ids=["own inputs", "the same inputs"])
+def test_problems_rounded_at_once_have_orders_of_their_own(alike: bool, trellis: int) -> None:
+    rows = torch.stack([mixed(24, 12, seed=seed) for seed in range(3)])
+    one = moments_of(mixed(400, 12, 5)[None])
+    moments = [one if alike else moments_of(mixed(400, 12, seed + 5)[None]) for seed in range(3)]
+    problems = layer_problems(rows, moments)
+    steps = torch.tensor([[0.3, 0.6]]).expand(3, 2)
+    codes, errors = round_many(problems, steps, trellis=trellis)
+    for index, problem in enumerate(problems):
+        alone, error = problem.round(steps[index], trellis=trellis)
+        assert torch.equal(codes[index], alone[:, 0])
+        torch.testing.assert_close(errors[index], error)
+
+
 def test_error_grows_and_codes_shrink_with_the_step() -> None:
     posed = layer_problem(seeded(30, 16), moments_of(mixed(800, 16)[None]))
     codes, errors = posed.round(torch.tensor([0.05, 0.1, 0.2, 0.4, 0.8, 1.6]))
@@ -360,6 +413,9 @@ def assert_alike(
             assert torch.equal(problem.basis.scale, basis.scale)
         torch.testing.assert_close(problem.latent, alone.latent, rtol=1e-4, atol=1e-5)
         assert problem.factor is not None
+        assert problem.order is not None
+        assert alone.order is not None
+        assert torch.equal(problem.order, alone.order)
         torch.testing.assert_close(
             problem.factor, alone.factor, rtol=1e-3, atol=1e-4 * problem.factor.abs().max()
         )

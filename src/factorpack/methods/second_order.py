@@ -193,7 +193,8 @@ class SecondOrder(Method):
         if problem.factor is None:
             codes = nearest(0, latent / step[:, :, None])
         else:
-            codes, _ = round_with_feedback(latent, problem.factor, step, nearest)
+            codes, _ = round_with_feedback(problem.in_order(), problem.factor, step, nearest)
+            codes = problem.as_were(codes)
         parts = {"codes": codes.reshape(rows.shape).to(torch.int8).contiguous(), "scale": scale}
         return weight.encoded("scalar", parts, {"codes": bits})
 

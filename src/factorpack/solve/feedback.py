@@ -64,6 +64,19 @@ def feedback_factor(second: Tensor, damping: float = 0.01, layers: int = 1) -> T
     return inverse_of_lower(lower).flip(-1, -2).contiguous()
 
 
+def rounding_order(second: Tensor, damping: float = 0.01, layers: int = 1) -> Tensor:
+    """The order in which a layer's columns are rounded, the same in all its groups: (layers, K).
+
+    In the end the error is the sum of 1 / U_jj^2 over the columns, whose product does not depend on the order:
+    the more alike they are, the smaller it is. The first column's is the variance that its input has when all
+    others are known, 1 / (H^-1)_jj, and the last one's is all the variance of its input. So the columns come
+    first whose inputs the others tell least about.
+    """
+    inverse = feedback_factor(second, damping, layers).square().sum(1)
+    alone = inverse.reciprocal().unflatten(0, (layers, -1)).mean(1)
+    return alone.argsort(dim=1, descending=True, stable=True)
+
+
 def cholesky(matrices: Tensor, layers: int = 1) -> tuple[Tensor, Tensor]:
     """Cholesky factors of (batch, K, K), and where there are none. Those of several layers are found in turn.
 

@@ -19,6 +19,7 @@ from factorpack.solve.feedback import (
     inherited_variance,
     mean_diagonal,
     round_with_feedback,
+    rounding_order,
 )
 from factorpack.solve.trellis_search import FINE_STEP, TrellisLengths, fit_trellis
 
@@ -58,6 +59,8 @@ class LayerProblem:
     basis: Basis | None
     row_scales: Tensor | None = None
     """What the rows of the weight were divided by, (out, 1); None: by nothing."""
+    order: Tensor | None = None
+    """The columns of `latent` in the order in which they are rounded, that of `factor`, (K,); None: as they are."""
 
     @cached_property
     def rms(self) -> float:
@@ -99,7 +102,7 @@ class LayerProblem:
         count = len(steps)
         groups, rows, size = self.latent.shape
         steps = steps.to(self.latent)
-        latent = self.latent.repeat(count, 1, 1)
+        latent = self.in_order().repeat(count, 1, 1)
         # Few values say little about code lengths: the groups of a depthwise layer share theirs.
         unit = latent.reshape(count, groups * rows, size) / steps[:, None, None]
         if trellis:
@@ -118,7 +121,15 @@ class LayerProblem:
             steps.repeat_interleave(groups)[:, None],
             lengths if isinstance(lengths, TrellisLengths) else lengths.by_group(groups),
         )
-        return codes.reshape(count, groups, rows, size), left.reshape(count, -1).sum(1)
+        return self.as_were(codes.reshape(count, groups, rows, size)), left.reshape(count, -1).sum(1)
+
+    def in_order(self) -> Tensor:
+        """The latent, its columns in the order in which they are rounded."""
+        return self.latent if self.order is None else self.latent[:, :, self.order]
+
+    def as_were(self, codes: Tensor) -> Tensor:
+        """Codes (..., K) in the order of rounding, put back in that of the latent."""
+        return codes if self.order is None else codes[..., self.order.argsort()]
 
     def _with_feedback_noise(self, unit: Tensor) -> Tensor:
         """Adds the expected feedback to values (steps, rows, K), in units of the trellis step.
@@ -142,7 +153,7 @@ def round_many(
     Codes are (problems, steps, rows, K), errors (problems, steps).
     """
     count = steps.shape[1]
-    latent = torch.cat([each.latent for each in problems]).repeat_interleave(count, 0)
+    latent = torch.cat([each.in_order() for each in problems]).repeat_interleave(count, 0)
     steps = steps.to(latent)
     each_step = steps.flatten()[:, None]
     unit = latent / each_step[:, :, None]
@@ -159,6 +170,9 @@ def round_many(
     else:
         codes, left = round_with_feedback(latent, torch.cat(factors), each_step, lengths)
         errors = left.sum(1)
+        codes = torch.cat(
+            [each.as_were(part) for each, part in zip(problems, codes.split(count), strict=True)]
+        )
     return codes.unflatten(0, steps.shape), errors.reshape(steps.shape)
 
 
@@ -179,7 +193,8 @@ def layer_problem(
     second, cross = moments.second, moments.cross
     split = rows.reshape(len(second), -1, rows.shape[1])  # (g, out/g, K)
     dampings = (damping, held_by(damping, ridge, moments))
-    return LayerProblem(*_pose(split, second, cross, basis, dampings), basis)
+    latent, factor, order = _pose(split, second, cross, basis, dampings)
+    return LayerProblem(latent, factor, basis, order=order[0])
 
 
 def layer_problems(
@@ -197,13 +212,13 @@ def layer_problems(
     if tile == 1 and all(each.second is moments[0].second for each in moments):
         # Layers with the same inputs, such as queries and keys, are rows of one problem.
         cross = torch.cat(crosses, 1) if len(crosses) == layers else None
-        joined, one = _pose(rows.flatten(0, 1)[None], moments[0].second, cross, None, dampings)
-        latent, factor = joined.reshape(rows.shape), one.expand(layers, -1, -1)
+        joined, one, its = _pose(rows.flatten(0, 1)[None], moments[0].second, cross, None, dampings)
+        latent, factor, order = joined.reshape(rows.shape), one.expand(layers, -1, -1), its.expand(layers, -1)
     else:
         second = torch.cat([each.second for each in moments])
         cross = torch.cat(crosses) if len(crosses) == layers else None
         basis = tile_basis(rows, tile, second[:, None]) if tile > 1 else None
-        latent, factor = _pose(rows, second, cross, basis, dampings, layers)
+        latent, factor, order = _pose(rows, second, cross, basis, dampings, layers)
     bases = (
         [None] * layers
         if basis is None
@@ -211,7 +226,9 @@ def layer_problems(
     )
     # Copies, so that one that is kept does not hold all the others in memory.
     parts = ([each.clone() for each in of_all.split(1)] for of_all in (latent, factor))
-    problems = [LayerProblem(*each) for each in zip(*parts, bases, strict=True)]
+    problems = [
+        LayerProblem(*each, order=its.clone()) for *each, its in zip(*parts, bases, order, strict=True)
+    ]
     _note_sizes(problems, latent, factor)
     return problems
 
@@ -250,9 +267,10 @@ def _pose(
     basis: Basis | None,
     dampings: tuple[float, float],
     layers: int = 1,
-) -> tuple[Tensor, Tensor]:
-    """The latent and the feedback factor of rows (batch, rows, K): the groups of a layer, or several layers.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The latent of rows (batch, rows, K), the groups of a layer or several layers, the feedback factor, the order.
 
+    The latent's columns are in their own order, those of the factor in that of rounding, (layers, K).
     `dampings` are that of feedback and the ridge.
     """
     second = second.float()
@@ -261,7 +279,10 @@ def _pose(
     if cross is not None:
         rows = _adapt_to_inputs(rows, second, cross.float(), held, layers)
     in_basis = second if basis is None else _moments_in_basis(second, basis.matrix().to(second))
-    return _to_latent(rows, basis), feedback_factor(in_basis, damping, layers)
+    order = rounding_order(in_basis, damping, layers)
+    columns = order.repeat_interleave(len(in_basis) // layers, 0)
+    in_order = in_basis.take_along_dim(columns[:, :, None], 1).take_along_dim(columns[:, None, :], 2)
+    return _to_latent(rows, basis), feedback_factor(in_order, damping, layers), order
 
 
 def restoring_factor(values: Tensor, codes: Tensor, step: float) -> float:
