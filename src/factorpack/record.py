@@ -130,11 +130,29 @@ class LayerMoments:
     """How many u the means are over; 0: unknown."""
     row_weights: Tensor | None = None
     """How much a squared error in each row of the weight counts, (out,); None: all the same."""
+    restores_mean: bool = False
+    """Whether the layer's mean output is restored once its weight is coded: then only what varies counts."""
+
+    def about_mean(self, rows: Tensor) -> LayerMoments:
+        """What counts in coding a weight (out, K): moments about the mean, where mean outputs are restored."""
+        if not self.restores_mean:
+            return self
+        second, cross = self.second - self.mean[:, :, None] * self.mean[:, None], self.cross
+        if cross is not None:
+            weight = rows.reshape(cross.shape).to(cross)
+            outputs = weight @ self.original_mean.to(cross)[:, :, None]
+            cross = cross - outputs * self.mean.to(cross)[:, None]
+        return replace(self, second=second, cross=cross, restores_mean=False)
 
 
 def weight_of(layer: str) -> str:
     """The name of a layer's weight; the layer may be the whole model, whose name is empty."""
     return f"{layer}.weight" if layer else "weight"
+
+
+def layer_of(weight: str) -> str:
+    """The inverse of `weight_of`."""
+    return weight.removesuffix("weight").removesuffix(".")
 
 
 def bias_of(weight: str) -> str:

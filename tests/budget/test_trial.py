@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ import factorpack as fp
 from factorpack.batches import hooked
 from factorpack.budget.curves import Curve
 from factorpack.budget.divergence import Reference, divergence_of
+from factorpack.budget.norms import correct_outputs
 from factorpack.budget.outputs import Predictions, predictions_of
-from factorpack.budget.side_by_side import SideBySide
+from factorpack.budget.side_by_side import Replacement, SideBySide
 from factorpack.budget.trial import (
     LARGEST_CORRECTION,
     SingleWeightTrial,
@@ -23,6 +25,7 @@ from factorpack.budget.trial import (
     correct_curve,
 )
 from factorpack.calibration.calibrate import calibrate
+from factorpack.calibration.walk import Walk
 from factorpack.decoding import decode
 from factorpack.methods import Keep, Scalar
 from factorpack.passes.segments import Border
@@ -85,6 +88,67 @@ def test_one_weight_alone_and_the_model_as_it_was() -> None:
         trial.divergence("0.weight", Keep().encode(Weight(before["0.weight"]))) == 0.0
     )  # nothing stayed behind
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Convolutions(nn.Module):
+    """Blocks of a convolution with a norm behind it and a grouped one with a bias; and a last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(
+                nn.Sequential(
+                    nn.Conv2d(8, 8, 3, padding=1, bias=False),
+                    nn.BatchNorm2d(8),
+                    nn.ReLU(),
+                    nn.Conv2d(8, 8, 1, groups=2),
+                )
+                for _ in range(3)
+            )
+        )
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.blocks(x).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "in one pass"])
+def test_a_mean_output_that_will_be_restored_does_not_count(
+    together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is measured is the model in which the norm or the bias has made up for the mean."""
+    torch.manual_seed(0)
+    model, inputs = Convolutions().eval(), 1 + seeded(8, 8, 5, 5)
+    for norm in (block[1] for block in model.blocks):
+        norm.running_mean.uniform_(-0.3, 0.3)
+    calibration = calibrate(model, [inputs], 8)
+    layers = [f"blocks.{block}.{layer}" for block in range(3) for layer in (0, 3)] + ["last"]
+    moments = Walk(calibration, model, None, layers).collect(layers)
+    weights, codes, expected = dict[str, Weight](), dict[str, Encoded](), dict[str, float]()
+    for layer in layers:
+        name, seen = f"{layer}.weight", moments[layer]
+        values = model.get_submodule(layer).weight.detach()
+        weights[name] = Weight(values, inputs=replace(seen, restores_mean=True))
+        codes[name] = Scalar(2).encode(Weight(values))
+        other = copy.deepcopy(model)
+        changed = other.get_submodule(layer)
+        changed.weight.data = decode(codes[name])
+        norm = other.get_submodule(layer[:-1] + "1") if layer.endswith(".0") else None
+        assert correct_outputs(
+            changed, norm, changed.weight.detach().flatten(1), values.flatten(1), seen, variances=False
+        )
+        with torch.no_grad():
+            total, count = divergence_of(predictions_of(model(inputs)), predictions_of(other(inputs)))
+        expected[name] = total / count
+    if together:
+        monkeypatch.setattr("factorpack.budget.coding.ALONE", frozenset())
+    trial = SingleWeightTrial(model, calibration)
+    before = {name: value.clone() for name, value in trial.state.items()}
+    assert trial._copies.are_independent()
+    assert dict(trial.divergences(codes, weights)) == pytest.approx(expected, rel=1e-3)
+    assert dict(trial.divergences(codes)) != pytest.approx(expected, rel=0.05)
+    assert all(torch.equal(value, before[name]) for name, value in trial.model.state_dict().items())
+    assert trial.model.state_dict().keys() == before.keys()
 
 
 @pytest.mark.parametrize(
@@ -276,7 +340,7 @@ def test_a_layer_whose_rows_are_not_in_the_order_of_samples_is_tried_alone(
     inner = SideBySide.move_changed
 
     def noting(
-        self: SideBySide, index: int, copies: Border, weights: Mapping[str, torch.Tensor], place: int
+        self: SideBySide, index: int, copies: Border, weights: Mapping[str, Replacement], place: int
     ) -> Border:
         tried.extend(weights)
         return inner(self, index, copies, weights, place)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from factorpack.methods import SecondOrder
 from factorpack.record import LayerMoments
 from factorpack.solve.feedback import feedback_factor, round_with_feedback, rounding_order
 from factorpack.solve.layer_problem import (
@@ -26,6 +27,7 @@ from factorpack.solve.layer_problem import (
     smooth_inputs,
     tile_basis,
 )
+from factorpack.weight import Weight
 from tests.helpers import assert_close, relative_error, seeded
 
 LITTLE = 1e-9
@@ -227,6 +229,63 @@ def test_the_adapted_weight_answers_noisy_inputs_best() -> None:
     assert relative_error(latent, expected) < 1e-4
 
 
+# -- moments about the mean --------------------------------------------------------------------------
+
+
+def with_and_without_means(
+    rows: Tensor, groups: int, adapted: bool, seed: int = 0
+) -> tuple[LayerMoments, LayerMoments]:
+    """Moments of inputs of large means where mean outputs are restored, and those of the same without means."""
+    inputs = torch.stack([mixed(400, rows.shape[1], seed + group) for group in range(groups)])
+    inputs = inputs + 3 * seeded(groups, 1, rows.shape[1], seed=seed + 7)
+    original = inputs + 0.3 * seeded(*inputs.shape, seed=seed + 8) - seeded(groups, 1, rows.shape[1])
+    pair = (original, rows) if adapted else ()
+    alone = (original - original.mean(1, keepdim=True), rows) if adapted else ()
+    found = replace(moments_of(inputs, *pair), restores_mean=True)
+    return found, moments_of(inputs - inputs.mean(1, keepdim=True), *alone)
+
+
+@given(groups=st.sampled_from([1, 3]), adapted=st.booleans(), seed=st.integers(0, 99))
+def test_about_the_mean_they_are_those_of_inputs_without_means(groups: int, adapted: bool, seed: int) -> None:
+    rows = seeded(4 * groups, 8, seed=seed)
+    moments, expected = with_and_without_means(rows, groups, adapted, seed)
+    found = moments.about_mean(rows)
+    torch.testing.assert_close(found.second, expected.second, rtol=1e-4, atol=1e-4)
+    assert (found.cross is None) == (not adapted)
+    if found.cross is not None:
+        torch.testing.assert_close(found.cross, expected.cross, rtol=1e-4, atol=1e-4)
+    assert found.about_mean(rows) is found
+    as_it_is = replace(moments, restores_mean=False)
+    assert as_it_is.about_mean(rows) is as_it_is
+
+
+@pytest.mark.parametrize("tile", [1, 4])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_where_mean_outputs_are_restored_only_what_varies_counts(tile: int, adapted: bool) -> None:
+    rows = seeded(12, 8, seed=5)
+    moments, expected = with_and_without_means(rows, 1, adapted)
+    weights = (Weight(rows, inputs=each) for each in (moments, expected))
+    found, wanted = (SecondOrder(step=0.3, tile=tile).problem(each) for each in weights)
+    torch.testing.assert_close(found.latent, wanted.latent, rtol=1e-3, atol=1e-3)
+    assert found.factor is not None
+    assert wanted.factor is not None
+    torch.testing.assert_close(found.factor, wanted.factor, rtol=1e-3, atol=1e-3)
+    assert (found.basis is None) == (tile == 1)
+
+
+@pytest.mark.parametrize("tile", [1, 4])
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("alike", [False, True], ids=["own inputs", "the same inputs"])
+def test_problems_of_several_layers_about_their_means(alike: bool, adapted: bool, tile: int) -> None:
+    rows = torch.stack([mixed(10, 12, seed=seed) for seed in range(3)])
+    seeds = [0, 0, 0] if alike else [0, 1, 2]
+    pairs = zip(rows, seeds, strict=True)
+    moments = [with_and_without_means(weight, 1, adapted, seed)[0] for weight, seed in pairs]
+    if alike:
+        moments = [replace(each, second=moments[0].second) for each in moments]
+    assert_alike(layer_problems(rows, moments, tile, 0.05), rows, moments, tile)
+
+
 def test_directions_the_inputs_do_not_show_keep_their_weight() -> None:
     original = seeded(1, 300, 6)
     original[:, :, 4:] = 0.0
@@ -404,6 +463,7 @@ def assert_alike(
 ) -> None:
     """Problems posed at once, against each posed alone."""
     for problem, weight, of_one in zip(found, rows, moments, strict=True):
+        of_one = of_one.about_mean(weight)
         basis = tile_basis(weight, tile, of_one.second) if tile > 1 else None
         alone = layer_problem(weight, of_one, basis, 0.05)
         assert problem.latent.shape == alone.latent.shape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,7 +21,7 @@ from factorpack.calibration.calibrate import Calibration
 from factorpack.calibration.walk import Walk
 from factorpack.passes.resident import resident_of
 from factorpack.progress import Showing
-from factorpack.record import LayerMoments, weight_of
+from factorpack.record import LayerMoments, bias_of, weight_of
 from factorpack.solve.moments import has_moments
 from factorpack.weight import Weight
 
@@ -53,6 +53,8 @@ class Knowledge:
     norm_of: Mapping[str, str] = field(default_factory=dict)
     """Layer -> the batch norm that follows it and may be corrected."""
     sensitivity: Mapping[str, float] = field(default_factory=dict)
+    restores_mean: Collection[str] = ()
+    """Weights whose layers' mean outputs are restored, by the norm that follows or a bias."""
     row_costs: Mapping[str, LayerMoments] = field(default_factory=dict)
     """What errors in the rows of an embedding cost: rows are looked up, not multiplied."""
     row_weights: Mapping[str, Tensor] = field(default_factory=dict)
@@ -69,6 +71,8 @@ class Knowledge:
         inputs = (self.row_costs.get(name) or moments) if self.planner.second_order else None
         if inputs is not None and name in self.row_weights:
             inputs = replace(inputs, row_weights=self.row_weights[name])
+        if inputs is not None and name in self.restores_mean:
+            inputs = replace(inputs, restores_mean=True)
         return tensors.source.weight(name, inputs, self.sensitivity.get(name))
 
     def walk(self, compressed: nn.Module | None) -> Walk | None:
@@ -134,8 +138,31 @@ def learn(
         for layer, norm in norms_after(model, calibration.batches[0]).items()
         if not tensors.is_fixed_by_caller(f"{norm}.running_mean")
     }
-    known = Knowledge(planner, model, calibration, held_out, all_inputs, layer_of, norm_of, workers=workers)
+    restored = {
+        name
+        for name, layer in layer_of.items()
+        if planner.correct_means and _keeps_mean(tensors, model, layer, norm_of.get(layer))
+    }
+    known = Knowledge(
+        planner,
+        model,
+        calibration,
+        held_out,
+        all_inputs,
+        layer_of,
+        norm_of,
+        restores_mean=restored,
+        workers=workers,
+    )
     return _know_sensitivities(known, tensors, journal, progress) if planner.equal_slope else known
+
+
+def _keeps_mean(tensors: Tensors, model: nn.Module, layer: str, norm: str | None) -> bool:
+    """Whether something behind a layer can restore its mean output."""
+    if norm is not None and getattr(model.get_submodule(norm), "running_mean", None) is not None:
+        return True
+    has_bias = isinstance(getattr(model.get_submodule(layer), "bias", None), Tensor)
+    return has_bias and not tensors.is_fixed_by_caller(bias_of(weight_of(layer)))
 
 
 def _know_sensitivities(known: Knowledge, tensors: Tensors, journal: Journal, progress: Showing) -> Knowledge:

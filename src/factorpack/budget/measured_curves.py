@@ -178,7 +178,7 @@ def _measuring(knowledge: Knowledge, ready: Group, methods: Mapping[str, SecondO
         for names in [list(wanted)] if together else [[name] for name in wanted]:
             weights, by = [ready[name] for name in names], [methods[name] for name in names]
             encoded = encode_with_steps(weights, by, [wanted[name] for name in names])
-            yield from trial.divergences(dict(zip(names, encoded, strict=True)))
+            yield from trial.divergences(dict(zip(names, encoded, strict=True)), ready)
 
     return measure_here
 

@@ -95,6 +95,16 @@ def correct_outputs(
     return True
 
 
+def moved_mean(weight: Weight, values: Tensor) -> Tensor | None:
+    """How far new values of a weight move its layer's mean output, (out,); None where that will not be restored."""
+    moments = weight.inputs
+    if not isinstance(moments, LayerMoments) or not moments.restores_mean:
+        return None
+    mean = moments.mean
+    change = (values.to(mean) - weight.values.to(mean)).reshape(len(mean), -1, mean.shape[1])
+    return (change @ mean[:, :, None]).flatten()
+
+
 def _power(weight: Tensor, moments: LayerMoments) -> Tensor:
     """E[(W u)^2] of (groups, out/groups, K): (out,)."""
     return ((weight @ moments.second.to(weight)) * weight).sum(2).flatten()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,14 @@ ALIKE = 5e-3
 """A difference that counts as none, relative to that of samples: products may be of reduced precision."""
 
 
+class Replacement(NamedTuple):
+    """Another weight for a layer."""
+
+    values: Tensor
+    moved_mean: Tensor | None = None
+    """What is taken from the layer's outputs, (out,): how far the weight moves their mean, if that is restored."""
+
+
 class SideBySide:
     """A network whose original activations on some batches, and their forms, are known."""
 
@@ -77,7 +85,9 @@ class SideBySide:
         """Copies of a batch, moved along to the start of a later segment."""
         return run_between(self._model, *self._context(index, copies), place)
 
-    def move_changed(self, index: int, copies: Border, weights: Mapping[str, Tensor], segment: int) -> Border:
+    def move_changed(
+        self, index: int, copies: Border, weights: Mapping[str, Replacement], segment: int
+    ) -> Border:
         """Copies at the start of a segment, if any, moved to its end; then one for each layer, its weight changed."""
         before = 0 if copies.value is None else self._count(index, copies)
         count, start = before + len(weights), self._borders[index][segment]
@@ -197,7 +207,7 @@ def _in_order(both: Rows, one: Rows) -> list[str]:
     return [name for name, same in zip(names, alike, strict=True) if same]
 
 
-def _changed_for_one(layer: nn.Module, weight: Tensor, place: int, count: int) -> Callable[..., Tensor]:
+def _changed_for_one(layer: nn.Module, weight: Replacement, place: int, count: int) -> Callable[..., Tensor]:
     """A forward of a layer that has another weight for one of so many copies."""
     forward = layer.forward
 
@@ -205,7 +215,7 @@ def _changed_for_one(layer: nn.Module, weight: Tensor, place: int, count: int) -
         found: Tensor = forward(inputs, *others, **named)
         size = len(inputs) // count
         mine = slice(place * size, (place + 1) * size)
-        with _holding(layer, weight):
+        with _holding(layer, weight.values), less(layer, weight.moved_mean):
             found[mine] = forward(inputs[mine], *others, **named)
         return found
 
@@ -223,6 +233,23 @@ def _holding(layer: nn.Module, weight: Tensor) -> Iterator[None]:
         yield
     finally:
         own.data = before
+
+
+@contextmanager
+def less(layer: nn.Module, moved_mean: Tensor | None) -> Iterator[None]:
+    """A layer whose outputs are smaller by that much, (out,), inside the block."""
+    if moved_mean is None:
+        yield
+        return
+    own, weight = layer.bias, layer.weight
+    assert own is None or isinstance(own, Tensor)
+    assert isinstance(weight, Tensor)
+    moved_mean = moved_mean.to(weight)
+    layer.bias = nn.Parameter(-moved_mean if own is None else own - moved_mean, requires_grad=False)
+    try:
+        yield
+    finally:
+        layer.bias = own
 
 
 def _at_once(bytes_each: int) -> int:

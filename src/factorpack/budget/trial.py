@@ -17,15 +17,17 @@ from factorpack.batches import batch_size, device_of
 from factorpack.budget.coding import works_together
 from factorpack.budget.curves import Curve
 from factorpack.budget.divergence import Reference
+from factorpack.budget.norms import moved_mean
 from factorpack.budget.outputs import Predictions, predictions_of
 from factorpack.budget.planner import HELD_OUT_SHARE
-from factorpack.budget.side_by_side import SideBySide
+from factorpack.budget.side_by_side import Replacement, SideBySide, less
 from factorpack.calibration.calibrate import Calibration
 from factorpack.calibration.walk import BORDER_BYTES
 from factorpack.decoding import decode
 from factorpack.passes.segments import INPUTS, Border, Forms, Segments, borders_of, run_on
-from factorpack.record import Encoded
+from factorpack.record import Encoded, layer_of
 from factorpack.solve.moments import has_moments
+from factorpack.weight import Weight
 
 LARGEST_CORRECTION = 4.0
 """A prediction is corrected by this factor at most: a few inputs are no more certain than that."""
@@ -50,7 +52,7 @@ class Changed(NamedTuple):
 
     name: str
     use: Use
-    weight: Tensor
+    weight: Replacement
     in_one: bool
     """Whether its segment runs with others of its weights in the same pass."""
 
@@ -71,25 +73,36 @@ class SingleWeightTrial:
             self.model, self.held_out.batches, self._segments, self._forms, self._borders
         )
 
-    def divergence(self, name: str, encoded: Encoded) -> float:
-        """Mean divergence, in nats, of the predictions with this weight packed from those without."""
-        with self._holding(name, decode(encoded)):
+    def divergence(self, name: str, encoded: Encoded, weight: Weight | None = None) -> float:
+        """Mean divergence, in nats, of the predictions with this weight packed from those without.
+
+        With the original `weight`, the layer's mean output is restored, if it will be.
+        """
+        with self._holding(name, self._replacement(name, encoded, weight)):
             pairs = zip(self.original, self._predictions(name), strict=True)
             found = [original.divergences(changed).item() for original, changed in pairs]
         return sum(found) / self._count
 
-    def divergences(self, encoded: Mapping[str, Encoded]) -> Iterator[tuple[str, float]]:
+    def divergences(
+        self, encoded: Mapping[str, Encoded], weights: Mapping[str, Weight] | None = None
+    ) -> Iterator[tuple[str, float]]:
         """The same of each of several weights: of as many as possible in one pass, where that is faster."""
+        weights = weights or {}
         together = self._fit_together(encoded)
         for name in encoded:
             if name not in together:
-                yield name, self.divergence(name, encoded[name])
+                yield name, self.divergence(name, encoded[name], weights.get(name))
         in_one = {name for name in together if self._can_share_pass(name, together[name])}
         for some in self._copies.split(
             sorted(together, key=lambda n: (together[n].segment, n not in in_one))
         ):
             changed = [
-                Changed(name, together[name], self._decoded(name, encoded[name]), name in in_one)
+                Changed(
+                    name,
+                    together[name],
+                    self._replacement(name, encoded[name], weights.get(name)),
+                    name in in_one,
+                )
                 for name in some
             ]
             found = [
@@ -144,17 +157,19 @@ class SingleWeightTrial:
         with self._holding(changed.name, changed.weight):
             return self._copies.move(index, self._borders[index][segment], segment + 1)
 
-    def _decoded(self, name: str, encoded: Encoded) -> Tensor:
+    def _replacement(self, name: str, encoded: Encoded, weight: Weight | None) -> Replacement:
         """A packed weight, as the network has it."""
-        return torch.empty_like(self.state[name]).copy_(decode(encoded))
+        values = torch.empty_like(self.state[name]).copy_(decode(encoded))
+        return Replacement(values, None if weight is None else moved_mean(weight, values))
 
     @contextmanager
-    def _holding(self, name: str, weight: Tensor) -> Iterator[None]:
+    def _holding(self, name: str, weight: Replacement) -> Iterator[None]:
         """Another weight, inside the block."""
         before = self.state[name].clone()
-        self.state[name].copy_(weight)
+        self.state[name].copy_(weight.values)
         try:
-            yield
+            with less(self.model.get_submodule(layer_of(name)), weight.moved_mean):
+                yield
         finally:
             self.state[name].copy_(before)
 

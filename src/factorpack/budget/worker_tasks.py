@@ -99,7 +99,7 @@ def measure_divergence_of(
     """A worker's task: what a weight alone, rounded at a step, does to the model's outputs."""
     weight = _load_weights(file, shared.device)[name]
     (encoded,) = encode_with_steps([weight], [method], [step])
-    return _trial_once(shared).divergence(name, encoded)
+    return _trial_once(shared).divergence(name, encoded, weight)
 
 
 @lru_cache(maxsize=1)

@@ -133,6 +133,7 @@ class SecondOrder(Method):
 
         def make() -> LayerProblem:
             rows, moments = weight.rows(), self.moments_of(weight)
+            moments = None if moments is None else moments.about_mean(rows)
             scales = self._row_scales(weight, rows)
             if scales is not None:
                 cross = None if moments is None or moments.cross is None else moments.cross / scales

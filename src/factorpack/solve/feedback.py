@@ -74,7 +74,8 @@ def rounding_order(second: Tensor, damping: float = 0.01, layers: int = 1) -> Te
     """
     inverse = feedback_factor(second, damping, layers).square().sum(1)
     alone = inverse.reciprocal().unflatten(0, (layers, -1)).mean(1)
-    return alone.argsort(dim=1, descending=True, stable=True)
+    order: Tensor = alone.argsort(dim=1, descending=True, stable=True)
+    return order
 
 
 def cholesky(matrices: Tensor, layers: int = 1) -> tuple[Tensor, Tensor]:

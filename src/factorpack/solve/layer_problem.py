@@ -190,6 +190,7 @@ def layer_problem(
     """
     if moments is None:
         return LayerProblem(_to_latent(rows[None].float(), basis), None, basis)
+    moments = moments.about_mean(rows)
     second, cross = moments.second, moments.cross
     split = rows.reshape(len(second), -1, rows.shape[1])  # (g, out/g, K)
     dampings = (damping, held_by(damping, ridge, moments))
@@ -205,11 +206,13 @@ def layer_problems(
     ridge: float | None = None,
 ) -> list[LayerProblem]:
     """The problems of weights of one shape, (layers, out, K), each of one group: few large operations for all."""
-    layers, crosses = len(rows), [each.cross for each in moments if each.cross is not None]
+    layers, have_same_inputs = len(rows), all(each.second is moments[0].second for each in moments)
+    moments = [each.about_mean(weight) for each, weight in zip(moments, rows, strict=True)]
+    crosses = [each.cross for each in moments if each.cross is not None]
     # Layers of one shape that are worked on together have seen as many positions.
     dampings = (damping, held_by(damping, ridge, moments[0]))
     basis = None
-    if tile == 1 and all(each.second is moments[0].second for each in moments):
+    if tile == 1 and have_same_inputs:
         # Layers with the same inputs, such as queries and keys, are rows of one problem.
         cross = torch.cat(crosses, 1) if len(crosses) == layers else None
         joined, one, its = _pose(rows.flatten(0, 1)[None], moments[0].second, cross, None, dampings)
@@ -227,7 +230,8 @@ def layer_problems(
     # Copies, so that one that is kept does not hold all the others in memory.
     parts = ([each.clone() for each in of_all.split(1)] for of_all in (latent, factor))
     problems = [
-        LayerProblem(*each, order=its.clone()) for *each, its in zip(*parts, bases, order, strict=True)
+        LayerProblem(values, its_factor, its_basis, order=its.clone())
+        for values, its_factor, its_basis, its in zip(*parts, bases, order, strict=True)
     ]
     _note_sizes(problems, latent, factor)
     return problems
