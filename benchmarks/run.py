@@ -28,6 +28,7 @@ STUDIES = {
     "rate": "benchmarks.studies.rate",
     "budget": "benchmarks.studies.budget",
     "ablation": "benchmarks.studies.budget",
+    "ingredients": "benchmarks.studies.ingredients",
     "cost": "benchmarks.studies.cost",
     "timing": "benchmarks.studies.timing",
     "kept": "benchmarks.studies.kept",

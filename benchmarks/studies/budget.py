@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import factorpack as fp
@@ -42,12 +44,15 @@ def run(
     for fields in rank_search or []:
         cases += [{"name": "qspca", "ratio": ratio, "method": {**fields, "rank": 0}} for ratio in ratios]
     cases += [{"name": fields["method"], "method": fields} for fields in peers or []]
-    rows = run_parallel(partial(_case, model=model, samples=samples, measure=measure), cases, workers)
+    work = partial(_case, model=model, samples=samples, measure=measure, workers=workers)
+    rows = run_parallel(work, cases, workers)
     fp32 = top1(pretrained(model).to(device()), _images(measure))
     return {"fp32": fp32, "rows": rows}
 
 
-def _case(case: dict[str, Any], model: str, samples: int, measure: str) -> dict[str, Any]:
+def _case(case: dict[str, Any], model: str, samples: int, measure: str, workers: int) -> dict[str, Any]:
+    if device().type == "cpu":
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     net = pretrained(model).to(device())
     images = shuffled(imagenet_train())[0]
     if measure == "held" and samples > len(images) - HELD:

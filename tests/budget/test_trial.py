@@ -20,6 +20,7 @@ from factorpack.budget.outputs import Predictions, predictions_of
 from factorpack.budget.side_by_side import Replacement, SideBySide
 from factorpack.budget.trial import (
     LARGEST_CORRECTION,
+    LEAST_CORRECTION,
     SingleWeightTrial,
     _inputs_to_measure,
     correct_curve,
@@ -153,7 +154,7 @@ def test_a_mean_output_that_will_be_restored_does_not_count(
 
 @pytest.mark.parametrize(
     ("measured", "right"),
-    [(8.0, 2.0), (2.0, 0.5), (400.0, LARGEST_CORRECTION), (1e-3, 1 / LARGEST_CORRECTION)],
+    [(8.0, 2.0), (2.0, 0.5), (400.0, LARGEST_CORRECTION), (1e-3, LEAST_CORRECTION)],
 )
 def test_a_curve_is_corrected_but_not_by_too_much(measured: float, right: float) -> None:
     """Loss grows like the sensitivity times the step squared: equal slope is at a step smaller by its root."""

@@ -45,6 +45,7 @@ CHOSEN: dict[str, tuple[dict[str, Any], ...]] = {
             "smooth": True,
             "restore_size": True,
             "ridge": 0.5,
+            "reorder": False,
         },
         {"bits": 4, "tile": 1},
     ),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from factorpack.methods import SecondOrder
-from factorpack.record import LayerMoments
+from factorpack.record import MEAN_LEFT, LayerMoments
 from factorpack.solve.feedback import feedback_factor, round_with_feedback, rounding_order
 from factorpack.solve.layer_problem import (
     Basis,
@@ -235,14 +235,15 @@ def test_the_adapted_weight_answers_noisy_inputs_best() -> None:
 def with_and_without_means(
     rows: Tensor, groups: int, adapted: bool, seed: int = 0
 ) -> tuple[LayerMoments, LayerMoments]:
-    """Moments of inputs of large means where mean outputs are restored, and those of the same without means."""
+    """Moments of inputs of large means where mean outputs are restored, and those of the same almost without."""
     inputs = torch.stack([mixed(400, rows.shape[1], seed + group) for group in range(groups)])
     inputs = inputs + 3 * seeded(groups, 1, rows.shape[1], seed=seed + 7)
     original = inputs + 0.3 * seeded(*inputs.shape, seed=seed + 8) - seeded(groups, 1, rows.shape[1])
     pair = (original, rows) if adapted else ()
-    alone = (original - original.mean(1, keepdim=True), rows) if adapted else ()
+    left = 1 - MEAN_LEFT**0.5
+    alone = (original - left * original.mean(1, keepdim=True), rows) if adapted else ()
     found = replace(moments_of(inputs, *pair), restores_mean=True)
-    return found, moments_of(inputs - inputs.mean(1, keepdim=True), *alone)
+    return found, moments_of(inputs - left * inputs.mean(1, keepdim=True), *alone)
 
 
 @given(groups=st.sampled_from([1, 3]), adapted=st.booleans(), seed=st.integers(0, 99))
@@ -257,6 +258,19 @@ def test_about_the_mean_they_are_those_of_inputs_without_means(groups: int, adap
     assert found.about_mean(rows) is found
     as_it_is = replace(moments, restores_mean=False)
     assert as_it_is.about_mean(rows) is as_it_is
+
+
+@pytest.mark.parametrize("positions", [1, 50])
+def test_inputs_that_do_not_vary_leave_a_weight_as_large_as_it_was(positions: int) -> None:
+    """Nothing is left of them but errors of sums, which a weight that adapts must not be divided by."""
+    rows, one = seeded(6, 32), 30 + seeded(1, 1, 32, seed=1)
+    inputs, original = one.expand(1, positions, 32), 1.01 * one.expand(1, positions, 32)
+    moments = replace(moments_of(inputs, original, rows), restores_mean=True)
+    problem = layer_problem(rows, moments, damping=0.1, ridge=1.0)
+    assert float((problem.latent[0] - rows).abs().max()) < 0.1 * float(rows.abs().max())
+    codes, error = problem.round(torch.tensor([0.1]), price=0.0)
+    assert bool(error.isfinite().all())
+    assert float(codes.abs().max()) < 100
 
 
 @pytest.mark.parametrize("tile", [1, 4])
@@ -375,6 +389,17 @@ def test_columns_are_rounded_in_their_order_and_put_back(groups: int, tile: int)
     codes, left = round_with_feedback(posed.latent[:, :, order], posed.factor, step)
     assert torch.equal(found[0][:, :, order], codes)
     torch.testing.assert_close(error[0], left.sum())
+
+
+def test_columns_are_rounded_from_first_to_last_where_they_are_not_reordered() -> None:
+    moments, rows, step = moments_of(mixed(500, 12)[None]), seeded(6, 12), torch.tensor([0.4])
+    expected, _ = round_with_feedback(rows[None], feedback_factor(moments.second, 0.03), step)
+    for posed in (
+        layer_problem(rows, moments, reorder=False),
+        layer_problems(rows[None], [moments], reorder=False)[0],
+    ):
+        assert torch.equal(posed.round(step, price=0.0)[0][0], expected)
+    assert not torch.equal(layer_problem(rows, moments).round(step, price=0.0)[0][0], expected)
 
 
 def test_the_order_leaves_less_error_at_the_same_step() -> None:

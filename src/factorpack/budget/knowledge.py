@@ -16,6 +16,7 @@ from factorpack.budget.planner import HELD_OUT_SHARE, Planner
 from factorpack.budget.segment_gradients import measure_information_by_segment
 from factorpack.budget.sensitivity import Information, measure_information
 from factorpack.budget.tensors import Tensors
+from factorpack.budget.views import View, moments_of_views, sees_few, views_of
 from factorpack.budget.workers import Workers
 from factorpack.calibration.calibrate import Calibration
 from factorpack.calibration.walk import Walk
@@ -55,6 +56,8 @@ class Knowledge:
     sensitivity: Mapping[str, float] = field(default_factory=dict)
     restores_mean: Collection[str] = ()
     """Weights whose layers' mean outputs are restored, by the norm that follows or a bias."""
+    views: Mapping[str, Sequence[View]] = field(default_factory=dict)
+    """Layer -> what it is shown beside the images, if it sees one vector for each."""
     row_costs: Mapping[str, LayerMoments] = field(default_factory=dict)
     """What errors in the rows of an embedding cost: rows are looked up, not multiplied."""
     row_weights: Mapping[str, Tensor] = field(default_factory=dict)
@@ -90,7 +93,28 @@ class Knowledge:
         for group in self._groups(tensors, walk):
             layers = {name: self.layer_of[name] for name in group if name in self.layer_of}
             found = walk.collect(list(layers.values())) if walk is not None and layers else {}
-            yield group, {name: found[layer] for name, layer in layers.items() if layer in found}
+            yield (
+                group,
+                {
+                    name: self._with_views(layer, found[layer], self.calibration, None)
+                    for name, layer in layers.items()
+                    if layer in found
+                },
+            )
+
+    def moments(self, walk: Walk, layer: str, compressed: nn.Module | None) -> LayerMoments:
+        """Moments of a layer's inputs on all inputs, in the network as compressed so far beside the original."""
+        compressed = compressed if self.planner.sequential else None
+        return self._with_views(layer, walk.moments(layer), self.all_inputs, compressed)
+
+    def _with_views(
+        self, layer: str, moments: LayerMoments, inputs: Calibration | None, compressed: nn.Module | None
+    ) -> LayerMoments:
+        """The same, with views of the images where the layer has seen few vectors."""
+        views = self.views.get(layer)
+        if views is None or self.model is None or inputs is None or not sees_few(moments, inputs):
+            return moments
+        return moments.joined(moments_of_views(views, inputs, layer, self.model, compressed))
 
     def _groups(self, tensors: Tensors, walk: Walk | None) -> Iterator[list[str]]:
         """Weights whose moments fit into memory at once: whole segments, where one does not exceed it."""
@@ -141,8 +165,14 @@ def learn(
     restored = {
         name
         for name, layer in layer_of.items()
-        if planner.correct_means and _keeps_mean(tensors, model, layer, norm_of.get(layer))
+        if planner.correct_means
+        and planner.about_means
+        and _keeps_mean(tensors, model, layer, norm_of.get(layer))
     }
+    views = {}
+    if planner.views and planner.second_order and not streamed:
+        sizes = [tensors.source.entries[name].numel for name in tensors.coded]
+        views = views_of(all_inputs, model, layer_of.values(), sizes)
     known = Knowledge(
         planner,
         model,
@@ -152,6 +182,7 @@ def learn(
         layer_of,
         norm_of,
         restores_mean=restored,
+        views=views,
         workers=workers,
     )
     return _know_sensitivities(known, tensors, journal, progress) if planner.equal_slope else known

@@ -34,8 +34,13 @@ class Planner:
     mirror: bool | None = None
     """Mirrored copies of calibration images beside them: more inputs to calibrate on. None: where there are fewer
     than 256, and the model takes most copies for the same as their originals."""
+    views: bool = True
+    """Mirrored and shifted views of calibration images for a classifier's last layer, which sees one vector per image,
+    if it holds a tenth of the weights and the model takes most views for the same as their originals."""
     second_order: bool = True
     """Error feedback on the layer's inputs; without it each value is rounded alone."""
+    reorder: bool = True
+    """Columns rounded in the order in which error feedback costs least; without it, from first to last."""
     sequential: bool = True
     """Each layer sees the outputs of the layers compressed before it, and compensates for their error."""
     basis: bool = True
@@ -48,6 +53,8 @@ class Planner:
     """Sensitivities corrected by what each layer alone does to the outputs on an eighth of the inputs."""
     correct_means: bool = True
     """Mean outputs corrected in norms and biases, layer by layer."""
+    about_means: bool = True
+    """Where means are corrected, weights coded by what varies at the outputs; without it, by all of them."""
     correct_variances: bool = True
     """Output variances corrected in the norms that follow, where means are."""
     fold_norms: bool = True
@@ -81,10 +88,18 @@ class Planner:
 
     def method(self, step: float = 1.0, tile: int = 1, trellis: int = 0) -> SecondOrder:
         """The method of a weight at a step, in the basis of a tile (1: none), along a trellis (0: none)."""
-        price, damping, ridge = self.price, self.damping, self.ridge
-        guesses = {"row_steps": True, "smooth": True, "restore_size": True}
         return SecondOrder(
-            step, None, tile, price, damping, trellis=trellis, try_plain=False, ridge=ridge, **guesses
+            step,
+            tile=tile,
+            price=self.price,
+            damping=self.damping,
+            trellis=trellis,
+            try_plain=False,
+            row_steps=True,
+            smooth=True,
+            restore_size=True,
+            ridge=self.ridge,
+            reorder=self.reorder,
         )
 
 

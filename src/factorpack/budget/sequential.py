@@ -232,7 +232,9 @@ class SequentialCoder:
     def _weight(self, name: str, walk: Walk | None) -> tuple[Weight, LayerMoments | None]:
         """A weight, with the moments of its inputs in the network as compressed so far."""
         layer = self._knowledge.layer_of.get(name)
-        moments = None if layer is None or walk is None else walk.moments(layer)
+        moments = (
+            None if layer is None or walk is None else self._knowledge.moments(walk, layer, self._compressed)
+        )
         return self._knowledge.weight(self._tensors, name, moments), moments
 
     def _resume(self, name: str, kept: Finished, walk: Walk | None, is_closer: bool) -> _Done:

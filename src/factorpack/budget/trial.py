@@ -29,8 +29,9 @@ from factorpack.record import Encoded, layer_of
 from factorpack.solve.moments import has_moments
 from factorpack.weight import Weight
 
-LARGEST_CORRECTION = 4.0
-"""A prediction is corrected by this factor at most: a few inputs are no more certain than that."""
+LEAST_CORRECTION, LARGEST_CORRECTION = 0.25, 32.0
+"""A prediction is multiplied by no less and no more. A few inputs do not show that a weight hardly matters; but where
+a layer is nearly lost, it does far more to the outputs than its sensitivity says."""
 REFINEMENTS = 2
 """How often a plan is corrected by measurement: the second time at the steps of the first."""
 WORK = 8
@@ -220,7 +221,7 @@ def correct_curve(curve: Curve, place: int, measured: float) -> Curve:
     predicted = curve.losses[place]
     if not predicted > 0 or not measured > 0:
         return curve
-    factor = min(max(measured / predicted, 1 / LARGEST_CORRECTION), LARGEST_CORRECTION)
+    factor = min(max(measured / predicted, LEAST_CORRECTION), LARGEST_CORRECTION)
     return replace(
         curve,
         losses=[loss * factor for loss in curve.losses],

@@ -75,6 +75,8 @@ class SecondOrder(Method):
     """Without calibration data: whether the stored step makes up for what rounding towards zero took away."""
     ridge: float | None = None
     """Added likewise where the weight adapts to inputs that compression has changed; None: the damping."""
+    reorder: bool = True
+    """Whether columns are rounded in the order in which feedback costs least, or from first to last."""
 
     name: ClassVar[str] = "second_order"
     title: ClassVar[str] = "error feedback, fixed width"
@@ -138,17 +140,17 @@ class SecondOrder(Method):
             if scales is not None:
                 cross = None if moments is None or moments.cross is None else moments.cross / scales
                 scaled = None if moments is None else replace(moments, cross=cross)
-                problem = layer_problem(rows / scales, scaled, None, self.damping, self.ridge)
+                problem = layer_problem(rows / scales, scaled, None, self.damping, self.ridge, self.reorder)
                 return replace(problem, row_scales=scales)
             second = moments.second if moments is not None else self._expected_inputs(weight, tile)
             basis = tile_basis(rows, tile, second) if tile > 1 else None
-            return layer_problem(rows, moments, basis, self.damping, self.ridge)
+            return layer_problem(rows, moments, basis, self.damping, self.ridge, self.reorder)
 
         return weight.prepare(self.key(weight), make)
 
     def key(self, weight: Weight) -> Hashable:
         """What the problem of a weight is kept under."""
-        return (self._tile_of(weight), self.damping, self.ridge)
+        return (self._tile_of(weight), self.damping, self.ridge, self.reorder)
 
     def _tile_of(self, weight: Weight) -> int:
         divides = weight.filter_size % self.tile == 0
@@ -171,7 +173,7 @@ class SecondOrder(Method):
             return
         rows = torch.stack([weight.rows() for weight, _ in known])
         seen, tile = [moments for _, moments in known], self._tile_of(weights[0])
-        problems = layer_problems(rows, seen, tile, self.damping, self.ridge)
+        problems = layer_problems(rows, seen, tile, self.damping, self.ridge, self.reorder)
         for (weight, _), problem in zip(known, problems, strict=True):
             weight.prepare(self.key(weight), partial(_same, problem))
 
@@ -187,7 +189,7 @@ class SecondOrder(Method):
     def _encode_fixed_width(self, weight: Weight, bits: int) -> Encoded:
         rows = weight.rows()
         scale = fit_scale(rows, bits).to(rows.device)
-        problem = layer_problem(rows, self.moments_of(weight), None, self.damping, self.ridge)
+        problem = layer_problem(rows, self.moments_of(weight), None, self.damping, self.ridge, self.reorder)
         latent = problem.latent
         nearest = Nearest(*code_range(bits))
         step = scale.to(latent).reshape(latent.shape[:2]).clamp_min(torch.finfo(latent.dtype).tiny)

@@ -182,11 +182,13 @@ def layer_problem(
     basis: Basis | None = None,
     damping: float = DAMPING,
     ridge: float | None = None,
+    reorder: bool = True,
 ) -> LayerProblem:
     """The rounding problem of a weight (out, K): its best latent is W H B (H')^-1, with H' = B^T H B.
 
     If compression has changed the layer's inputs, W is first replaced by E[W u' u^T] H^-1, which best
     reproduces the original outputs on the new inputs. There H has a `ridge`, by default the damping; see `held_by`.
+    Columns are rounded in the order of `rounding_order`, or, unless `reorder`, from first to last.
     """
     if moments is None:
         return LayerProblem(_to_latent(rows[None].float(), basis), None, basis)
@@ -194,7 +196,7 @@ def layer_problem(
     second, cross = moments.second, moments.cross
     split = rows.reshape(len(second), -1, rows.shape[1])  # (g, out/g, K)
     dampings = (damping, held_by(damping, ridge, moments))
-    latent, factor, order = _pose(split, second, cross, basis, dampings)
+    latent, factor, order = _pose(split, second, cross, basis, dampings, reorder)
     return LayerProblem(latent, factor, basis, order=order[0])
 
 
@@ -204,6 +206,7 @@ def layer_problems(
     tile: int = 1,
     damping: float = DAMPING,
     ridge: float | None = None,
+    reorder: bool = True,
 ) -> list[LayerProblem]:
     """The problems of weights of one shape, (layers, out, K), each of one group: few large operations for all."""
     layers, have_same_inputs = len(rows), all(each.second is moments[0].second for each in moments)
@@ -215,13 +218,13 @@ def layer_problems(
     if tile == 1 and have_same_inputs:
         # Layers with the same inputs, such as queries and keys, are rows of one problem.
         cross = torch.cat(crosses, 1) if len(crosses) == layers else None
-        joined, one, its = _pose(rows.flatten(0, 1)[None], moments[0].second, cross, None, dampings)
+        joined, one, its = _pose(rows.flatten(0, 1)[None], moments[0].second, cross, None, dampings, reorder)
         latent, factor, order = joined.reshape(rows.shape), one.expand(layers, -1, -1), its.expand(layers, -1)
     else:
         second = torch.cat([each.second for each in moments])
         cross = torch.cat(crosses) if len(crosses) == layers else None
         basis = tile_basis(rows, tile, second[:, None]) if tile > 1 else None
-        latent, factor, order = _pose(rows, second, cross, basis, dampings, layers)
+        latent, factor, order = _pose(rows, second, cross, basis, dampings, reorder, layers)
     bases = (
         [None] * layers
         if basis is None
@@ -270,6 +273,7 @@ def _pose(
     cross: Tensor | None,
     basis: Basis | None,
     dampings: tuple[float, float],
+    reorder: bool,
     layers: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The latent of rows (batch, rows, K), the groups of a layer or several layers, the feedback factor, the order.
@@ -283,7 +287,8 @@ def _pose(
     if cross is not None:
         rows = _adapt_to_inputs(rows, second, cross.float(), held, layers)
     in_basis = second if basis is None else _moments_in_basis(second, basis.matrix().to(second))
-    order = rounding_order(in_basis, damping, layers)
+    as_is = torch.arange(in_basis.shape[-1], device=in_basis.device).expand(layers, -1)
+    order = rounding_order(in_basis, damping, layers) if reorder else as_is
     columns = order.repeat_interleave(len(in_basis) // layers, 0)
     in_order = in_basis.take_along_dim(columns[:, :, None], 1).take_along_dim(columns[:, None, :], 2)
     return _to_latent(rows, basis), feedback_factor(in_order, damping, layers), order
