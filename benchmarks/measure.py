@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -63,10 +63,14 @@ def fidelity(logits: Tensor, reference: Tensor, labels: Tensor) -> dict[str, flo
 
 def mean_divergence(net: nn.Module, other: nn.Module, batches: list[Any]) -> float:
     """Mean Kullback-Leibler divergence of another model's predictions from a model's own, in nats."""
+    return divergence_from((log_probabilities(net, batch) for batch in batches), other, batches)
+
+
+def divergence_from(expected: Iterable[Tensor], other: nn.Module, batches: list[Any]) -> float:
+    """The same from the log-probabilities that a model has `expected` for each batch."""
     total, count = 0.0, 0
-    for batch in batches:
-        before, after = (log_probabilities(each, batch) for each in (net, other))
-        total += float((before.exp() * (before - after)).sum())
+    for before, batch in zip(expected, batches, strict=True):
+        total += float((before.exp() * (before - log_probabilities(other, batch))).sum())
         count += len(before)
     return total / count
 
