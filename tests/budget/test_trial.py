@@ -19,11 +19,8 @@ from factorpack.budget.norms import correct_outputs
 from factorpack.budget.outputs import Predictions, predictions_of
 from factorpack.budget.side_by_side import Replacement, SideBySide
 from factorpack.budget.trial import (
-    LARGEST_CORRECTION,
-    LEAST_CORRECTION,
     SingleWeightTrial,
     _inputs_to_measure,
-    correct_curve,
 )
 from factorpack.calibration.calibrate import calibrate
 from factorpack.calibration.walk import Walk
@@ -150,22 +147,6 @@ def test_a_mean_output_that_will_be_restored_does_not_count(
     assert dict(trial.divergences(codes)) != pytest.approx(expected, rel=0.05)
     assert all(torch.equal(value, before[name]) for name, value in trial.model.state_dict().items())
     assert trial.model.state_dict().keys() == before.keys()
-
-
-@pytest.mark.parametrize(
-    ("measured", "right"),
-    [(8.0, 2.0), (2.0, 0.5), (400.0, LARGEST_CORRECTION), (1e-3, LEAST_CORRECTION)],
-)
-def test_a_curve_is_corrected_but_not_by_too_much(measured: float, right: float) -> None:
-    """Loss grows like the sensitivity times the step squared: equal slope is at a step smaller by its root."""
-    found = correct_curve(CURVE, 1, measured)
-    assert found.losses == [loss * right for loss in CURVE.losses]
-    assert found.step_at_unit_slope == pytest.approx(CURVE.step_at_unit_slope / right**0.5)
-    assert found.bytes == CURVE.bytes
-
-
-def test_nothing_measured_changes_nothing() -> None:
-    assert correct_curve(CURVE, 1, 0.0) is CURVE
 
 
 @pytest.mark.parametrize(("inputs", "differ"), [(64, True), (15, False)])

@@ -10,13 +10,14 @@ from pathlib import Path
 from factorpack.batches import device_of
 from factorpack.budget.candidates import plan_together
 from factorpack.budget.coding import at_once, encode_with_steps, works_together
-from factorpack.budget.curves import Curve, allocate, fill_unknown, least_budget, load_curves, save_curves
+from factorpack.budget.corrections import Corrections
+from factorpack.budget.curves import Curve, fill_unknown, load_curves, save_curves
 from factorpack.budget.journal import NOTHING_KEPT, Finished, Journal, identify
 from factorpack.budget.knowledge import Knowledge
 from factorpack.budget.phases import planning_work
 from factorpack.budget.planner import Planner
 from factorpack.budget.tensors import Tensors
-from factorpack.budget.trial import REFINEMENTS, SingleWeightTrial, correct_curve
+from factorpack.budget.trial import REFINEMENTS, SingleWeightTrial
 from factorpack.budget.workers import Workers
 from factorpack.errors import FormatError
 from factorpack.format.checked_file import say_damaged
@@ -193,10 +194,10 @@ def _refine(
     journal: Journal,
 ) -> dict[str, Curve]:
     """Curves corrected by what each weight alone does at the step planned for it, and planned again."""
-    measured: dict[tuple[str, int], float] = {}
+    corrections, measured = Corrections(curves, known), set[tuple[str, int]]()
     with Progress("refining", REFINEMENTS * len(names), progress) as bar:
         for _ in range(REFINEMENTS):
-            steps = allocate(curves, max(budget, least_budget(curves)))
+            steps = corrections.plan(budget)
             places = {name: curves[name].nearest(steps[name]) for name in names}
             wanted = {
                 name: curves[name].steps[place]
@@ -205,12 +206,11 @@ def _refine(
             }
             bar.advance("", len(places) - len(wanted))
             for name, nats in _find_divergences(measure, wanted, journal):
-                measured[name, places[name]] = nats
+                corrections.add(name, places[name], nats)
+                measured.add((name, places[name]))
                 bar.advance(name, 1)
-            for name, place in places.items():
-                curves[name] = correct_curve(curves[name], place, measured[name, place])
-            curves = fill_unknown(curves, known)
-    return curves
+    corrections.plan(budget)
+    return corrections.curves()
 
 
 def _find_divergences(

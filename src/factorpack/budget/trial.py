@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from factorpack.batches import batch_size, device_of
 from factorpack.budget.coding import works_together
-from factorpack.budget.curves import Curve
 from factorpack.budget.divergence import Reference
 from factorpack.budget.norms import moved_mean
 from factorpack.budget.outputs import Predictions, predictions_of
@@ -29,9 +27,6 @@ from factorpack.record import Encoded, layer_of
 from factorpack.solve.moments import has_moments
 from factorpack.weight import Weight
 
-LEAST_CORRECTION, LARGEST_CORRECTION = 0.25, 32.0
-"""A prediction is multiplied by no less and no more. A few inputs do not show that a weight hardly matters; but where
-a layer is nearly lost, it does far more to the outputs than its sensitivity says."""
 REFINEMENTS = 2
 """How often a plan is corrected by measurement: the second time at the steps of the first."""
 WORK = 8
@@ -214,16 +209,3 @@ def _uses(model: nn.Module, segments: Segments, repeated: Collection[str]) -> di
         for tensor in model.get_submodule(layer).parameters(recurse=False):
             found.setdefault(tensor.data_ptr(), []).extend([Use(layer, segment)] * (1 + (layer in repeated)))
     return found
-
-
-def correct_curve(curve: Curve, place: int, measured: float) -> Curve:
-    """A curve scaled to the loss that was measured at one of its steps."""
-    predicted = curve.losses[place]
-    if not predicted > 0 or not measured > 0:
-        return curve
-    factor = min(max(measured / predicted, LEAST_CORRECTION), LARGEST_CORRECTION)
-    return replace(
-        curve,
-        losses=[loss * factor for loss in curve.losses],
-        step_at_unit_slope=curve.step_at_unit_slope / factor**0.5,
-    )
