@@ -366,3 +366,17 @@ def test_a_ridge_is_a_number_above_zero() -> None:
     for wrong in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(PlanError, match="ridge is"):
             fp.SecondOrder(step=0.1, ridge=wrong)
+
+
+@pytest.mark.parametrize("reorder", [True, False])
+def test_columns_of_linear_layers_alone_are_put_in_order(reorder: bool) -> None:
+    for layer, inputs in (
+        (nn.Linear(12, 20), correlated(300, 12)),
+        (nn.Conv2d(12, 20, 1), correlated(30, 12, 4, 4)),
+    ):
+        weight = layer.weight.detach()
+        assert isinstance(weight, Tensor)
+        moments = moments_of(layer, inputs)
+        order = fp.SecondOrder(step=0.1, tile=1, reorder=reorder).problem(Weight(weight, 0, moments)).order
+        assert order is not None
+        assert torch.equal(order, torch.arange(12)) == (not reorder or isinstance(layer, nn.Conv2d))

@@ -9,7 +9,7 @@ from math import log2, sqrt
 
 from factorpack.budget.curves import Curve, allocate, fill_unknown, least_budget
 
-LEAST, LARGEST = 1 / 16, 64.0
+LEAST, LARGEST = 1 / 4, 64.0
 """A loss is multiplied by no less and no more. A few inputs do not show that a weight hardly matters; but where a
 layer is nearly lost, it does far more to the outputs than its sensitivity says."""
 SETTLING, SETTLED = 8, 1.01

@@ -40,7 +40,8 @@ class Planner:
     second_order: bool = True
     """Error feedback on the layer's inputs; without it each value is rounded alone."""
     reorder: bool = True
-    """Columns rounded in the order in which error feedback costs least; without it, from first to last."""
+    """Columns of Linear layers rounded in the order in which error feedback costs least; without it, from first to
+    last, as those of convolutions are."""
     sequential: bool = True
     """Each layer sees the outputs of the layers compressed before it, and compensates for their error."""
     basis: bool = True

@@ -76,7 +76,8 @@ class SecondOrder(Method):
     ridge: float | None = None
     """Added likewise where the weight adapts to inputs that compression has changed; None: the damping."""
     reorder: bool = True
-    """Whether columns are rounded in the order in which feedback costs least, or from first to last."""
+    """Whether columns of Linear layers are rounded in the order in which feedback costs least, or from first to
+    last. It makes less error in convolutions too, but networks of these diverge more: docs/method.md."""
 
     name: ClassVar[str] = "second_order"
     title: ClassVar[str] = "error feedback, fixed width"
@@ -131,7 +132,7 @@ class SecondOrder(Method):
 
     def problem(self, weight: Weight) -> LayerProblem:
         """The weight in a basis over its tiles, ready to be rounded at any step; computed once per weight."""
-        tile = self._tile_of(weight)
+        tile, reorder = self._tile_of(weight), self._reorders(weight)
 
         def make() -> LayerProblem:
             rows, moments = weight.rows(), self.moments_of(weight)
@@ -140,17 +141,20 @@ class SecondOrder(Method):
             if scales is not None:
                 cross = None if moments is None or moments.cross is None else moments.cross / scales
                 scaled = None if moments is None else replace(moments, cross=cross)
-                problem = layer_problem(rows / scales, scaled, None, self.damping, self.ridge, self.reorder)
+                problem = layer_problem(rows / scales, scaled, None, self.damping, self.ridge, reorder)
                 return replace(problem, row_scales=scales)
             second = moments.second if moments is not None else self._expected_inputs(weight, tile)
             basis = tile_basis(rows, tile, second) if tile > 1 else None
-            return layer_problem(rows, moments, basis, self.damping, self.ridge, self.reorder)
+            return layer_problem(rows, moments, basis, self.damping, self.ridge, reorder)
 
         return weight.prepare(self.key(weight), make)
 
     def key(self, weight: Weight) -> Hashable:
         """What the problem of a weight is kept under."""
         return (self._tile_of(weight), self.damping, self.ridge, self.reorder)
+
+    def _reorders(self, weight: Weight) -> bool:
+        return self.reorder and weight.values.dim() == 2
 
     def _tile_of(self, weight: Weight) -> int:
         divides = weight.filter_size % self.tile == 0
@@ -173,7 +177,7 @@ class SecondOrder(Method):
             return
         rows = torch.stack([weight.rows() for weight, _ in known])
         seen, tile = [moments for _, moments in known], self._tile_of(weights[0])
-        problems = layer_problems(rows, seen, tile, self.damping, self.ridge, self.reorder)
+        problems = layer_problems(rows, seen, tile, self.damping, self.ridge, self._reorders(weights[0]))
         for (weight, _), problem in zip(known, problems, strict=True):
             weight.prepare(self.key(weight), partial(_same, problem))
 
@@ -189,7 +193,9 @@ class SecondOrder(Method):
     def _encode_fixed_width(self, weight: Weight, bits: int) -> Encoded:
         rows = weight.rows()
         scale = fit_scale(rows, bits).to(rows.device)
-        problem = layer_problem(rows, self.moments_of(weight), None, self.damping, self.ridge, self.reorder)
+        problem = layer_problem(
+            rows, self.moments_of(weight), None, self.damping, self.ridge, self._reorders(weight)
+        )
         latent = problem.latent
         nearest = Nearest(*code_range(bits))
         step = scale.to(latent).reshape(latent.shape[:2]).clamp_min(torch.finfo(latent.dtype).tiny)
