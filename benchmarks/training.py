@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -95,6 +96,11 @@ def case_of(method: Case, schedule: Case) -> Case:
     """A method and its schedule: the study's own, where the method's entry does not say otherwise."""
     plain = {field: value for field, value in method.items() if field != "schedule"}
     return {"method": plain, "schedule": schedule | method.get("schedule", {})}
+
+
+def share_cores(workers: int) -> None:
+    """Leaves each of so many processes its share of the cores."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
 def run_parallel(work: Callable[[Case], Case], cases: list[Case], workers: int) -> list[Case]:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from functools import cache, partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import factorpack as fp
 from benchmarks.data import imagenet_train, imagenet_val, normalized, pretrained, shuffled
 from benchmarks.formatting import MODELS, format_source, format_table, load_result
 from benchmarks.measure import fidelity, predictions, reloaded, top1
-from benchmarks.training import device, run_parallel
+from benchmarks.training import device, run_parallel, share_cores
 from factorpack.methods import METHODS, from_fields
 
 HELD = 200
@@ -52,7 +50,7 @@ def run(
 
 def _case(case: dict[str, Any], model: str, samples: int, measure: str, workers: int) -> dict[str, Any]:
     if device().type == "cpu":
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+        share_cores(workers)
     net = pretrained(model).to(device())
     images = shuffled(imagenet_train())[0]
     if measure == "held" and samples > len(images) - HELD:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import tempfile
 from functools import partial
@@ -19,7 +18,7 @@ from benchmarks.data import imagenet_train, normalized, pretrained, shuffled
 from benchmarks.formatting import format_source, format_table, is_stored, load_result
 from benchmarks.llamas import FETCHED, sampled_tokens
 from benchmarks.measure import divergence_from, log_probabilities, reloaded
-from benchmarks.training import run_parallel
+from benchmarks.training import run_parallel, share_cores
 from factorpack.calibration.synthetic import Synthetic, make_batches
 
 Row = dict[str, Any]
@@ -46,7 +45,7 @@ def run(
 
 
 def _case(case: Row, model: str, samples: int, ratios: list[float], workers: int) -> Row:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+    share_cores(workers)
     make = partial(fp.hub.from_pretrained, FETCHED / model) if model == TEXTS else partial(pretrained, model)
     net: nn.Module = make()
     inputs_of = _texts if model == TEXTS else _images

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from factorpack.budget.views import looks_the_same, mirrored
+from factorpack.budget.views import in_layout_of, looks_the_same, mirrored
 from factorpack.calibration.calibrate import Calibration, is_image
 
 FEW = 256
@@ -33,6 +33,4 @@ def with_mirrored(calibration: Calibration, model: nn.Module, mirror: bool | Non
 
 def _beside_mirrored(images: Tensor) -> Tensor:
     """Images, each followed by its mirrored copy, in the memory layout that they have."""
-    both = torch.stack([images, mirrored(images)], 1).flatten(0, 1)
-    last = images.is_contiguous(memory_format=torch.channels_last)
-    return both.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    return in_layout_of(images, torch.stack([images, mirrored(images)], 1).flatten(0, 1))

@@ -35,8 +35,8 @@ class Planner:
     """Mirrored copies of calibration images beside them: more inputs to calibrate on. None: where there are fewer
     than 256, and the model takes most copies for the same as their originals."""
     views: bool = True
-    """Mirrored and shifted views of calibration images for a classifier's last layer, which sees one vector per image,
-    if it holds a tenth of the weights and the model takes most views for the same as their originals."""
+    """Mirrored and shifted views of calibration images for Linear layers that see one vector per image, as a
+    classifier's last one, and hold a tenth of the weights, if the model takes most views for the same."""
     second_order: bool = True
     """Error feedback on the layer's inputs; without it each value is rounded alone."""
     reorder: bool = True

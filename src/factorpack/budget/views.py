@@ -51,7 +51,7 @@ def shifted_up_and_mirrored(images: Tensor) -> Tensor:
 
 def looks_the_same(calibration: Calibration, model: nn.Module, view: View) -> bool:
     """Whether a classifier gives most of the first images and of their views the same class."""
-    if resident_of(model) is not None or not all(is_image(batch) for batch in calibration.batches):
+    if resident_of(model) is not None:
         return False
     agreed, count = 0, 0
     with evaluating(model):
@@ -100,13 +100,14 @@ def moments_of_views(
     running = MomentAccumulator(original.get_submodule(name), len(calibration))
     for batch in calibration.batches:
         for view in views:
-            images = _in_layout_of(batch, view(batch))
+            images = in_layout_of(batch, view(batch))
             seen = input_of(original, name, images)
             mine = seen if compressed is None else input_of(compressed, name, images)
             running.add(mine, None if compressed is None else seen)
     return running.result()
 
 
-def _in_layout_of(batch: Tensor, images: Tensor) -> Tensor:
+def in_layout_of(batch: Tensor, images: Tensor) -> Tensor:
+    """Images in the memory layout of a batch."""
     last = batch.is_contiguous(memory_format=torch.channels_last)
     return images.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)

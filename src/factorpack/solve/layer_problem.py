@@ -287,8 +287,10 @@ def _pose(
     if cross is not None:
         rows = _adapt_to_inputs(rows, second, cross.float(), held, layers)
     in_basis = second if basis is None else _moments_in_basis(second, basis.matrix().to(second))
-    as_is = torch.arange(in_basis.shape[-1], device=in_basis.device).expand(layers, -1)
-    order = rounding_order(in_basis, damping, layers) if reorder else as_is
+    if not reorder:
+        as_is = torch.arange(in_basis.shape[-1], device=in_basis.device).expand(layers, -1)
+        return _to_latent(rows, basis), feedback_factor(in_basis, damping, layers), as_is
+    order = rounding_order(in_basis, damping, layers)
     columns = order.repeat_interleave(len(in_basis) // layers, 0)
     in_order = in_basis.take_along_dim(columns[:, :, None], 1).take_along_dim(columns[:, None, :], 2)
     return _to_latent(rows, basis), feedback_factor(in_order, damping, layers), order
