@@ -7,7 +7,6 @@ import statistics
 import tempfile
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from benchmarks.data import imagenet_train, normalized, pretrained, shuffled
 from benchmarks.formatting import format_source, format_table, is_stored, load_result
 from benchmarks.llamas import FETCHED, sampled_tokens
 from benchmarks.measure import divergence_from, log_probabilities, reloaded
-from benchmarks.training import run_parallel, share_cores
+from benchmarks.training import device, run_parallel, share_cores
 from factorpack.calibration.synthetic import Synthetic, make_batches
 
 Row = dict[str, Any]
@@ -33,41 +32,36 @@ LENGTH, HELD_TEXTS, HELD_SEED = 128, 48, 1000
 def run(
     model: str, samples: int, workers: int, ratios: list[float], seeds: list[int], planners: list[Row]
 ) -> Row:
-    """Every planner at every seed, each at all ratios from the curves of one plan; the first is the base."""
+    """Every planner at every seed and ratio; the first planner is the base."""
     cases = [
-        {"name": planner["name"], "seed": seed, "planner": {k: v for k, v in planner.items() if k != "name"}}
+        {"name": planner["name"], "seed": seed, "ratio": ratio, "planner": _fields(planner)}
         for planner in planners
         for seed in seeds
+        for ratio in ratios
     ]
-    work = partial(_case, model=model, samples=samples, ratios=ratios, workers=workers)
-    found = run_parallel(work, cases, workers)
-    return {"rows": [row for case in found for row in case["rows"]]}
+    work = partial(_case, model=model, samples=samples, workers=workers)
+    return {"rows": run_parallel(work, cases, workers)}
 
 
-def _case(case: Row, model: str, samples: int, ratios: list[float], workers: int) -> Row:
+def _fields(planner: Row) -> Row:
+    return {key: value for key, value in planner.items() if key != "name"}
+
+
+def _case(case: Row, model: str, samples: int, workers: int) -> Row:
     share_cores(workers)
     make = partial(fp.hub.from_pretrained, FETCHED / model) if model == TEXTS else partial(pretrained, model)
-    net: nn.Module = make()
+    net: nn.Module = make().to(device())
     inputs_of = _texts if model == TEXTS else _images
     calibration, held = inputs_of(net, samples, case["seed"])
     expected = [log_probabilities(net, batch).float() for batch in held]
     planner = fp.Planner(samples=samples, **case["planner"])
-    rows = []
+    packed = fp.compress(net, ratio=case["ratio"], calibration=calibration, planner=planner, progress=False)
     with tempfile.TemporaryDirectory() as folder:
-        for ratio in ratios:
-            packed = fp.compress(
-                net,
-                ratio=ratio,
-                calibration=calibration,
-                planner=planner,
-                progress=False,
-                curves=Path(folder) / "curves.json",
-            )
-            loaded = reloaded(packed, folder)
-            divergence = divergence_from(expected, loaded.load_into(make()).eval(), held)
-            found = {"ratio": ratio, "file_ratio": loaded.size().file_ratio, "divergence": divergence}
-            rows.append({"name": case["name"], "seed": case["seed"], **found})
-    return {"rows": rows}
+        loaded = reloaded(packed, folder)
+        other = loaded.load_into(make()).to(device()).eval()
+        divergence = divergence_from(expected, other, held)
+        found = {"file_ratio": loaded.size().file_ratio, "divergence": divergence}
+    return {"name": case["name"], "seed": case["seed"], "ratio": case["ratio"], **found}
 
 
 def _images(net: nn.Module, samples: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:  # noqa: ARG001
@@ -78,13 +72,13 @@ def _images(net: nn.Module, samples: int, seed: int) -> tuple[list[Tensor], list
 
 
 def _batches(images: Tensor) -> list[Tensor]:
-    return [normalized(each) for each in images.split(BATCH)]
+    return [normalized(each.to(device())) for each in images.split(BATCH)]
 
 
 def _texts(net: nn.Module, samples: int, seed: int) -> tuple[list[Any], list[Any]]:
     """Texts that the model writes: to calibrate with, and others to measure on."""
     calibration = make_batches(net, Synthetic(length=LENGTH, seed=seed), samples, progress=False)
-    held = sampled_tokens(net, HELD_TEXTS, LENGTH, HELD_SEED)
+    held = sampled_tokens(net, HELD_TEXTS, LENGTH, HELD_SEED).to(device())
     return calibration, [{"input_ids": each} for each in held.split(8)]
 
 

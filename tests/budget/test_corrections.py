@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factorpack.budget.corrections import LARGEST, LEAST, Corrections
+from factorpack.budget.corrections import FAR, LARGEST, LEAST, Corrections
 from factorpack.budget.curves import Curve, allocate
 
 STEPS = [2.0**place for place in range(8)]
@@ -50,17 +50,19 @@ def test_nothing_measured_changes_nothing(measured: float) -> None:
     assert found.curves()["a"] == curve()
 
 
-@given(step=st.floats(0.25, 512), first=st.floats(0.3, 60), last=st.floats(0.3, 60))
-def test_between_two_measured_steps_corrections_are_interpolated(
-    step: float, first: float, last: float
+@given(step=st.floats(0.25, 512), place=st.integers(0, 7), first=st.floats(0.3, 60), last=st.floats(0.3, 60))
+def test_between_two_measured_steps_a_share_of_the_change_counts(
+    step: float, place: int, first: float, last: float
 ) -> None:
+    """All of it where they are far apart, and nothing new beyond them."""
     found = corrections(a=1.0)
+    found.add("a", place, first * curve().losses[place])
     found.add("a", 5, last * curve().losses[5])
-    found.add("a", 2, first * curve().losses[2])
-    share = min(max((log2(step) - 2) / 3, 0.0), 1.0)
-    assert found.factor_at("a", step) == pytest.approx(first ** (1 - share) * last**share)
-    for place, factor in ((2, first), (5, last)):
-        assert found.factor_at("a", STEPS[place]) == pytest.approx(factor)
+    assert found.factor_at("a", STEPS[5]) == pytest.approx(last)
+    apart = abs(place - 5)
+    way = min(max((log2(step) - 5) / (place - 5), 0.0), 1.0) if apart else 0.0
+    share = apart**2 / (apart**2 + FAR**2)
+    assert found.factor_at("a", step) == pytest.approx(last * (first / last) ** (way * share))
 
 
 def test_what_was_measured_of_a_lost_layer_does_not_count_where_it_is_fine() -> None:

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
 from math import log2, sqrt
+from statistics import mean
 
 from factorpack.budget.curves import Curve, allocate, fill_unknown, least_budget
 
 LEAST, LARGEST = 1 / 4, 64.0
 """A loss is multiplied by no less and no more. A few inputs do not show that a weight hardly matters; but where a
 layer is nearly lost, it does far more to the outputs than its sensitivity says."""
+FAR = 2.0
+"""Octaves between two measured steps from which half of the change between their factors counts."""
 SETTLING, SETTLED = 8, 1.01
 """How often a plan is made again with the corrections at its own steps, unless they change by less than this factor."""
 
 
 class Corrections:
-    """What losses are multiplied by at the steps where they were measured; between two of them it is interpolated."""
+    """What losses are multiplied by: at the step that was measured last, what was found there.
+
+    From there it changes with the step as it did between the measured steps, up to those: fully if they are far
+    apart, hardly if they are so near that the change is chance.
+    """
 
     def __init__(self, curves: Mapping[str, Curve], known: Mapping[str, float]) -> None:
         """`known` are the weights of known sensitivity; the others take the median step."""
         self._curves, self._known = dict(curves), known
         self._found: dict[str, list[tuple[float, float]]] = {name: [] for name in curves}
-        """For each weight octaves of steps, rising, and factors."""
+        """For each weight octaves of steps and of factors, as they were measured."""
         self._factors = dict.fromkeys(curves, 1.0)
         """Those at the steps of the last plan."""
 
@@ -33,18 +39,19 @@ class Corrections:
         predicted = curve.losses[place]
         if predicted > 0 and measured > 0:
             factor = min(max(measured / predicted, LEAST), LARGEST)
-            self._found[name] = sorted([*self._found[name], (log2(curve.steps[place]), factor)])
+            self._found[name].append((log2(curve.steps[place]), log2(factor)))
 
     def factor_at(self, name: str, step: float) -> float:
-        """What a weight's loss at a step is multiplied by: as at the nearest measured step, or between the two."""
-        found, octave = self._found[name], log2(step)
+        """What a weight's loss at a step is multiplied by."""
+        found = self._found[name]
         if not found:
             return 1.0
-        right = bisect_left(found, (octave, 0.0))
-        if right in (0, len(found)):
-            return found[min(right, len(found) - 1)][1]
-        (first, below), (last, above) = found[right - 1 : right + 1]
-        return float(below * (above / below) ** ((octave - first) / (last - first)))
+        octaves, factors = zip(*found, strict=True)
+        middle, average = mean(octaves), mean(factors)
+        spread = sum((octave - middle) ** 2 for octave in octaves)
+        rise = sum((octave - middle) * (factor - average) for octave, factor in found)
+        nearest = min(max(log2(step), min(octaves)), max(octaves))
+        return float(2 ** (factors[-1] + rise / (spread + FAR**2 / 2) * (nearest - octaves[-1])))
 
     def plan(self, budget: float) -> dict[str, float]:
         """Steps of equal slope with the corrections that hold at these very steps."""
