@@ -290,3 +290,22 @@ def test_batches_of_tokens_are_merged_where_they_are_alike() -> None:
     assert_close(one.second, other.second.double())
     images = calibrate(nn.Linear(3, 2), [seeded(4, 3), seeded(4, 3, seed=1)])
     assert len(images.merged(1 << 14).batches) == 2
+
+
+@pytest.mark.parametrize(("room", "sizes"), [(36, [4, 4]), (35, [2] * 4), (1 << 20, [6, 2])])
+def test_batches_are_joined_for_gradients_as_memory_allows(
+    room: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: of four batches of 18 tokens two fit into the memory of 36 tokens; predictions allow 54."""
+    model = llama(2)
+    tokens = torch.randint(0, 50, (8, 9), generator=torch.Generator().manual_seed(0))
+    calibration = calibrate(model, [{"input_ids": part} for part in tokens.split(2)])
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    values = sum(layer.in_features + layer.out_features for layer in linear)
+    monkeypatch.setattr(joined, "PREDICTED_TOKENS", 54)
+    monkeypatch.setattr(joined, "GRADIENT_BYTES", 4 * values * room)
+    assert joined.join_for_gradients(calibration.batches, calibration, model) == calibration.batches
+    monkeypatch.setattr(joined, "_pays", lambda _model: True)
+    found = joined.join_for_gradients(calibration.batches, calibration, model)
+    assert [len(batch["input_ids"]) for batch in found] == sizes
+    assert torch.equal(torch.cat([batch["input_ids"] for batch in found]), tokens)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor, nn
 
-from factorpack.batches import device_of
+from factorpack.batches import device_of, merge_batches
 from factorpack.calibration.calibrate import Calibration
 from factorpack.passes.resident import resident_of
 from factorpack.solve.moments import has_moments
@@ -14,6 +17,9 @@ PREDICTED_TOKENS = 1 << 14
 INSIDE_BYTES, INSIDE = 1 << 31, 8
 """Activations inside a network that a batch may have on a GPU, and how many times as large they are as the widest
 input of a layer: a gated block has four of its width, the sums of moments as many."""
+
+GRADIENT_BYTES = 3 << 30
+"""What layers get and return in a pass whose gradients are wanted, where a batch is joined of several."""
 
 
 def join_for_predictions(calibration: Calibration, model: nn.Module) -> Calibration:
@@ -28,6 +34,15 @@ def join_inside(calibration: Calibration, model: nn.Module) -> Calibration:
     return calibration.merged(_tokens_inside(calibration, model)) if _pays(model) else calibration
 
 
+def join_for_gradients(batches: Sequence[Any], calibration: Calibration, model: nn.Module) -> list[Any]:
+    """Batches for passes forward and backward, in which what every layer gets and returns is kept."""
+    if not _pays(model):
+        return list(batches)
+    layers = [model.get_submodule(name) for name in calibration.order]
+    kept = sum(sum(_sides_of(layer)) for layer in layers if isinstance(layer, nn.Linear))
+    return merge_batches(batches, min(PREDICTED_TOKENS, GRADIENT_BYTES // (4 * max(kept, 1))))
+
+
 def _pays(model: nn.Module) -> bool:
     """A GPU is done with a small batch before it is asked for the next; on a CPU nothing is gained."""
     return device_of(model).type != "cpu"
@@ -40,6 +55,11 @@ def _tokens_inside(calibration: Calibration, model: nn.Module) -> int:
 
 
 def _inputs_of(layer: nn.Module) -> int:
+    return _sides_of(layer)[1]
+
+
+def _sides_of(layer: nn.Module) -> tuple[int, int]:
+    """How many values a layer returns and gets, at a position."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
-    return weight[0].numel()
+    return len(weight), weight[0].numel()

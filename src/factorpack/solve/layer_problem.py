@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import inf
 
 import torch
@@ -32,6 +32,8 @@ MOST_RESTORED = 2.0
 ENOUGH = 8
 """Positions per input from which on a weight is held less while it adapts."""
 ROW_SPREAD, DEAD_ROW = 0.01, 2.0**-20
+KEPT_NOISE = 1 << 21
+"""Values of noise that are kept: to draw them takes longer than all else that a small weight needs of it."""
 FEWEST_ROWS = 64
 """A sample of rows has at least as many, where there are as many."""
 
@@ -139,10 +141,21 @@ class LayerProblem:
         """
         if self.factor is None:
             return unit
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(self.latent.shape, generator=generator).to(unit)
-        noise *= (inherited_variance(self.factor) / 12).sqrt()[:, None] / FINE_STEP
+        noise = _noise(self.latent.shape, unit.device, unit.dtype)
+        noise = noise * ((inherited_variance(self.factor) / 12).sqrt()[:, None] / FINE_STEP)
         return unit + noise.flatten(0, 1)
+
+
+def _noise(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Random numbers, the same for every weight of a shape."""
+    return _drawn(shape, device, dtype) if shape.numel() > KEPT_NOISE else _kept(shape, device, dtype)
+
+
+def _drawn(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+
+
+_kept = lru_cache(maxsize=8)(_drawn)
 
 
 def round_many(
