@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from factorpack.batches import batch_size, device_of, forward, hooked, mask_of, run
+from factorpack.batches import batch_size, device_of, forward, hooked, mask_of, merge_batches, run
 from factorpack.budget.coding import works_together
 from factorpack.budget.outputs import Predictions, predictions_of
 from factorpack.calibration.calibrate import Calibration
-from factorpack.calibration.joined import join_for_gradients
+from factorpack.calibration.joined import tokens_kept
 from factorpack.errors import SourceError
 from factorpack.progress import Progress, Showing
 
@@ -101,7 +101,7 @@ def measure_information(
     """
     generator = torch.Generator(device_of(model)).manual_seed(seed)
     batches = batches_of(calibration, samples) if layers else []
-    batches = join_for_gradients(batches, calibration, model)
+    batches = merge_batches(batches, tokens_kept(calibration, model))
 
     def show_all(bar: Progress) -> Iterator[Shown | None]:
         for batch in batches:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from torch import Tensor, nn
 
-from factorpack.batches import device_of, merge_batches
+from factorpack.batches import device_of
 from factorpack.calibration.calibrate import Calibration
 from factorpack.passes.resident import resident_of
 from factorpack.solve.moments import has_moments
@@ -18,8 +15,8 @@ INSIDE_BYTES, INSIDE = 1 << 31, 8
 """Activations inside a network that a batch may have on a GPU, and how many times as large they are as the widest
 input of a layer: a gated block has four of its width, the sums of moments as many."""
 
-GRADIENT_BYTES = 3 << 30
-"""What layers get and return in a pass whose gradients are wanted, where a batch is joined of several."""
+ACTIVATION_BYTES = 3 << 30
+"""What layers get and return for a batch that is joined of several."""
 
 
 def join_for_predictions(calibration: Calibration, model: nn.Module) -> Calibration:
@@ -34,13 +31,14 @@ def join_inside(calibration: Calibration, model: nn.Module) -> Calibration:
     return calibration.merged(_tokens_inside(calibration, model)) if _pays(model) else calibration
 
 
-def join_for_gradients(batches: Sequence[Any], calibration: Calibration, model: nn.Module) -> list[Any]:
-    """Batches for passes forward and backward, in which what every layer gets and returns is kept."""
+def tokens_kept(calibration: Calibration, model: nn.Module) -> int:
+    """Tokens that batches are joined up to where what every layer gets and returns is kept, or several logits of each
+    token: in a pass whose gradients are wanted, and where weights are tried. None where it does not pay."""
     if not _pays(model):
-        return list(batches)
+        return 0
     layers = [model.get_submodule(name) for name in calibration.order]
-    kept = sum(sum(_sides_of(layer)) for layer in layers if isinstance(layer, nn.Linear))
-    return merge_batches(batches, min(PREDICTED_TOKENS, GRADIENT_BYTES // (4 * max(kept, 1))))
+    values = sum(sum(_sides_of(layer)) for layer in layers if isinstance(layer, nn.Linear))
+    return min(PREDICTED_TOKENS, ACTIVATION_BYTES // (4 * max(values, 1)))
 
 
 def _pays(model: nn.Module) -> bool:
