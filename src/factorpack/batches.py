@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -144,6 +144,17 @@ def join_batches(batch: Any, other: Any) -> Any:
     if isinstance(batch, Tensor):
         return torch.cat([batch, other])
     return {key: torch.cat([value, other[key]]) for key, value in batch.items()}
+
+
+def merge_batches(batches: Iterable[Any], most: int) -> list[Any]:
+    """The same inputs in batches of up to so many integers, where they are texts of one length."""
+    merged: list[Any] = []
+    for batch in batches:
+        if merged and can_join(merged[-1], batch, most):
+            merged[-1] = join_batches(merged[-1], batch)
+        else:
+            merged.append(batch)
+    return merged
 
 
 def batch_size(batch: Any) -> int:

@@ -15,6 +15,8 @@ from factorpack.record import Encoded, LayerMoments, LayerSample
 from factorpack.tiles import Layout
 
 T = TypeVar("T")
+_CHECKED = "finite"
+"""What is kept of weights that codes can represent."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +64,11 @@ class Weight:
         if values.numel() == 0:
             raise WeightError(f"an empty tensor of shape {self.shape} cannot be compressed, only kept")
         working = values.detach().to(values.dtype if values.dtype.itemsize >= 4 else torch.float32)
+        self.prepare(_CHECKED, lambda: self._check(working))  # once: a GPU is waited for
+        return working
+
+    def _check(self, working: Tensor) -> None:
+        """A WeightError where no code can represent the values."""
         largest = working.abs().max().item()
         if not isfinite(largest):
             bad = working.numel() - int(working.isfinite().sum())
@@ -72,7 +79,6 @@ class Weight:
             raise WeightError(
                 f"weights up to {largest:.3g} leave no room for FP32 arithmetic; exclude the tensor"
             )
-        return working
 
     def rows(self) -> Tensor:
         """The values in working precision as a matrix, one row per output channel: (out, rest)."""

@@ -44,10 +44,6 @@ def test_passes_for_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_passes_for_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sensitivities reach the logits of all batches, and a refinement those that are held out: one of 8, two of 16.
-
-    What layers get is found for all texts at once.
-    """
+    """None: what layers get, sensitivities and what weights do alone are found for all texts at once."""
     few, many = (forward_passes(2, batches, monkeypatch) for batches in (8, 16))
-    sensitivities, original, segments, refinements = 14 - 7, 1, 3, 2
-    assert many - few <= sensitivities + original + refinements * segments
+    assert many == few

@@ -62,6 +62,18 @@ def test_it_is_the_fisher_measure_information() -> None:
         assert found[name] == pytest.approx(expected[name], rel=0.04)
 
 
+def test_what_linear_layers_show_is_added_up_alike_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU in one look at their gradients."""
+    model, calibration = two_layers(), calibrate(two_layers(), [seeded(30, 6), seeded(20, 6, seed=1)])
+    expected = measure_information(model, calibration, ["0", "2"])
+    monkeypatch.setattr("factorpack.budget.coding.ALONE", frozenset())
+    found = measure_information(model, calibration, ["0", "2"])
+    for name, each in expected.items():
+        assert found[name].level == pytest.approx(each.level, rel=1e-5)
+        assert found[name].rows is not None
+        torch.testing.assert_close(found[name].rows, each.rows)
+
+
 def test_half_of_it_times_the_error_is_the_divergence() -> None:
     """What the planner takes it for: KL = a/2 * squared error of a channel's output, summed over channels."""
     model, inputs = two_layers(), seeded(8000, 6, seed=9)

@@ -57,18 +57,21 @@ def test_values_are_the_mean_of_a_gaussian_of_their_own_deviation(width: int) ->
 
 
 @pytest.mark.parametrize("at_once", [1 << 30, 20])
+@pytest.mark.parametrize(("many", "precision"), [(1 << 22, 1e-12), (1, 1e-4)], ids=["FP64", "FP32"])
 def test_divergences_of_several_copies_from_what_is_kept_of_the_original(
-    at_once: int, monkeypatch: pytest.MonkeyPatch
+    at_once: int, many: int, precision: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where sums of products stand for the differences."""
-    before, after = 3 * seeded(6, 5), 3 * seeded(6, 5) + 0.1 * seeded(2, 6, 5, seed=1)
+    """As on a GPU, where sums of products stand for the differences, and FP32 is enough for many logits."""
+    before, after = 3 * seeded(600, 5), 3 * seeded(600, 5) + 0.1 * seeded(2, 600, 5, seed=1)
     wanted = Predictions(before, are_logits=True)
     expected = [divergence_of(wanted, Predictions(each, are_logits=True))[0] for each in after]
     monkeypatch.setattr("factorpack.budget.coding.ALONE", frozenset())
     monkeypatch.setattr("factorpack.budget.divergence.MOST_AT_ONCE", at_once)
+    monkeypatch.setattr("factorpack.budget.divergence.MANY", many)
     found = Reference(wanted).divergences(Predictions(after.flatten(0, 1), are_logits=True), 2)
-    assert found.tolist() == pytest.approx(expected, rel=1e-12)
-    assert divergence_of(wanted, wanted) == (0.0, 6)
+    assert found.tolist() == pytest.approx(expected, rel=precision)
+    assert found.dtype == torch.float64
+    assert divergence_of(wanted, wanted) == (0.0, 600)
 
 
 def test_one_weight_alone_and_the_model_as_it_was() -> None:
@@ -293,6 +296,49 @@ def test_weights_tried_in_one_pass_diverge_as_they_do_alone(
     assert found == pytest.approx(expected, rel=1e-5)
     assert (max(together) > 7 * 3) == (room > 2000)
     assert all(torch.equal(value, before[name]) for name, value in trial.state.items())
+
+
+class Scaled(nn.Module):
+    """Blocks, a norm, and a head that may be followed by something, in place or not."""
+
+    def __init__(self, behind: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.blocks, self.norm, self.head = Blocks(3), nn.LayerNorm(12), nn.Linear(12, 5)
+        self.behind = behind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.behind(self.head(self.norm(self.blocks(x))))
+
+
+@pytest.mark.parametrize(
+    ("behind", "passes"),
+    [(lambda found: found, 1), (lambda found: 2 * found, 3), (lambda found: found.mul_(2), 3)],
+    ids=["nothing", "a product", "a product in place"],
+)
+def test_a_head_alone_predicts_where_nothing_is_behind_it(
+    behind: Callable[[torch.Tensor], torch.Tensor], passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All copies reach it in one pass, and predictions are made for one copy at a time."""
+    torch.manual_seed(0)
+    model, inputs = Scaled(behind).eval(), seeded(7, 12)
+    trial, codes = SingleWeightTrial(model, calibrate(model, [inputs])), rough_codes(model)
+    del codes["head.weight"]
+    expected = dict(trial.divergences(codes))
+    monkeypatch.setattr("factorpack.budget.coding.ALONE", frozenset())
+    assert dict(trial.divergences(codes)) == pytest.approx(expected, rel=1e-5)
+    value = trial._borders[0][-1].value
+    assert value is not None
+    ran: list[int] = []
+    trial.model.register_forward_pre_hook(lambda *_: ran.append(1))
+    copies = Border(len(trial._segments) - 1, torch.cat([value, 2 * value, value]))
+    found = list(trial._copies.predict(0, copies, bytes_each=1 << 40))
+    assert len(ran) == passes
+    assert [count for _, count in found] == [1, 1, 1]
+    with torch.no_grad():
+        wanted = predictions_of(model(inputs)).values
+    for each in (0, 2):
+        torch.testing.assert_close(found[each][0].values, wanted)
+    assert not torch.allclose(found[1][0].values, wanted)
 
 
 class Turned(nn.Module):

@@ -290,3 +290,19 @@ def test_batches_of_tokens_are_merged_where_they_are_alike() -> None:
     assert_close(one.second, other.second.double())
     images = calibrate(nn.Linear(3, 2), [seeded(4, 3), seeded(4, 3, seed=1)])
     assert len(images.merged(1 << 14).batches) == 2
+
+
+@pytest.mark.parametrize(("room", "tokens"), [(36, 36), (35, 35), (1 << 20, 54)])
+def test_batches_are_joined_as_memory_for_all_activations_allows(
+    room: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, up to as many as predictions allow; on a CPU none are."""
+    model = llama(2)
+    calibration = calibrate(model, [{"input_ids": torch.zeros(2, 9, dtype=torch.long)}])
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    values = sum(layer.in_features + layer.out_features for layer in linear)
+    monkeypatch.setattr(joined, "PREDICTED_TOKENS", 54)
+    monkeypatch.setattr(joined, "ACTIVATION_BYTES", 4 * values * room)
+    assert joined.tokens_kept(calibration, model) == 0
+    monkeypatch.setattr(joined, "_pays", lambda _model: True)
+    assert joined.tokens_kept(calibration, model) == tokens

@@ -22,6 +22,7 @@ from factorpack.quantize.uniform import (
     minmax_scale,
     mse_scale,
     storable,
+    storable_alone,
     to_codes,
 )
 from tests.helpers import assert_close, seeded, tolerance
@@ -247,3 +248,12 @@ def test_wide_codes_are_int16_and_reach_both_ends(bits: int) -> None:
 @pytest.mark.parametrize(("low", "high", "bits"), [(-1, 0, 1), (-2, 1, 2), (0, 1, 2), (-3, 1, 3), (5, 9, 5)])
 def test_the_width_codes_need(low: int, high: int, bits: int) -> None:
     assert code_width(low, high) == bits
+
+
+def test_scales_stored_each_by_itself_have_the_same_values_at_once() -> None:
+    scales = torch.tensor(
+        [0.0, -0.0, 1e-30, 2.0**-16, 2.0**-16 * 0.99, 0.1, -0.3, 65504.0, 65505.0, 1e30, torch.inf]
+    )
+    expected = torch.cat([storable(each.reshape(1)).float() for each in scales])
+    assert torch.equal(storable_alone(scales), expected)
+    assert storable_alone(scales).dtype == torch.float32

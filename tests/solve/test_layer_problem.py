@@ -525,3 +525,16 @@ def test_restoring_has_limits() -> None:
     assert restoring_factor(values, torch.zeros_like(values), 1.0) == 1.0
     assert restoring_factor(values, few, 1.0) == 2.0
     assert restoring_factor(values, 2 * values, 1.0) == 1.0
+
+
+def test_expected_feedback_is_the_same_whether_its_noise_is_kept_or_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = seeded(24, 16)
+    moments = LayerMoments(torch.eye(16)[None] + 1, torch.zeros(1, 16), None, torch.zeros(1, 16))
+    problem = layer_problem(rows, moments)
+    found = [problem._with_feedback_noise(rows[None]) for _ in range(2)]
+    monkeypatch.setattr("factorpack.solve.layer_problem.KEPT_NOISE", 24 * 16 - 1)
+    drawn = problem._with_feedback_noise(rows[None])
+    assert all(torch.equal(each, drawn) for each in found)
+    assert not torch.equal(drawn, rows[None])

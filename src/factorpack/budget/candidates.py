@@ -8,14 +8,13 @@ from functools import cached_property
 from math import exp, sqrt
 
 import torch
-from torch import Tensor
 
 from factorpack.budget.coding import finest_step, prepare_together, works_together
 from factorpack.budget.curves import Curve
 from factorpack.budget.planner import Planner
 from factorpack.errors import while_compressing
 from factorpack.methods import SecondOrder
-from factorpack.methods.second_order import stored_step
+from factorpack.methods.second_order import stored_steps
 from factorpack.quantize.trellis import SHORTEST
 from factorpack.solve.code_size import estimate_bytes
 from factorpack.solve.layer_problem import LayerProblem, round_many
@@ -61,11 +60,10 @@ class Try:
         """Some of the weight's rows."""
         return self.method.problem(self.weight).some_rows(PLANNED_VALUES)
 
-    def stored_steps(self) -> Tensor:
-        """The steps as they would be stored, no finer than 16-bit codes allow."""
+    def allowed_steps(self) -> list[float]:
+        """The steps, no finer than 16-bit codes allow."""
         finest = finest_step(self.weight, self.method)
-        stored = [stored_step(max(step, finest), self.method.trellis).float() for step in self.steps]
-        return torch.cat(stored).flatten()
+        return [max(step, finest) for step in self.steps]
 
     def shape(self) -> tuple[object, ...]:
         """What tries that can be rounded at once have in common."""
@@ -98,7 +96,8 @@ def measure_steps(tries: Sequence[Try]) -> list[Measured]:
 
 def _measure_together(tries: Sequence[Try]) -> list[Measured]:
     one = tries[0]
-    steps = torch.stack([each.stored_steps() for each in tries]).to(one.problem.latent.device)
+    steps = stored_steps([each.allowed_steps() for each in tries], one.method.trellis)
+    steps = steps.to(one.problem.latent.device)
     some = len(one.problem.latent) * one.problem.latent.shape[1]
     rows = one.weight.layout.outputs
     if len(tries) > 1:

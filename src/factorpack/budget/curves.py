@@ -77,7 +77,10 @@ def allocate(curves: Mapping[str, Curve], budget: float) -> dict[str, float]:
         )
     for _ in range(120):
         middle = sqrt(low * high)
+        before = low, high
         low, high = (middle, high) if total(middle) > budget else (low, middle)
+        if (low, high) == before:  # there is no number between them
+            break
     return {name: curve.step_at_unit_slope * high for name, curve in curves.items()}
 
 

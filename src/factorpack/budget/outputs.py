@@ -33,7 +33,11 @@ def predictions_of(output: Any, batch: Any = None) -> Predictions:
     else is one prediction per sample, or one per token of a text. Tokens that the batch's `attention_mask`
     marks as padding do not count.
     """
-    name, tensor = _main_tensor(output)
+    return predictions_in(*main_tensor(output), batch)
+
+
+def predictions_in(name: str, tensor: Tensor, batch: Any = None) -> Predictions:
+    """The same of the tensor that counts, by the name that `main_tensor` has for it."""
     width = tensor.shape[-1] if tensor.dim() > 1 else 1
     are_logits = width > 1 and (name == _LOGITS or (name == "" and tensor.dim() == 2))
     mask = mask_of(batch)
@@ -44,7 +48,7 @@ def predictions_of(output: Any, batch: Any = None) -> Predictions:
     return Predictions(tensor.reshape(len(tensor), -1), are_logits=False)
 
 
-def _main_tensor(output: Any) -> tuple[str, Tensor]:
+def main_tensor(output: Any) -> tuple[str, Tensor]:
     """The tensor that holds the predictions, and its name; a lone tensor has none."""
     if isinstance(output, Tensor):
         return "", output

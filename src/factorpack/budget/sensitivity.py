@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from factorpack.batches import batch_size, device_of, forward, hooked, mask_of, run
+from factorpack.batches import batch_size, device_of, forward, hooked, mask_of, merge_batches, run
+from factorpack.budget.coding import works_together
 from factorpack.budget.outputs import Predictions, predictions_of
 from factorpack.calibration.calibrate import Calibration
+from factorpack.calibration.joined import tokens_kept
 from factorpack.errors import SourceError
 from factorpack.progress import Progress, Showing
 
@@ -54,6 +56,9 @@ class Sums:
     def of(layer: nn.Module, call: Call, gradient: Tensor) -> Sums:
         """What one call of a layer shows."""
         output = call.output
+        if isinstance(layer, nn.Linear) and works_together(gradient.device):  # once over a head's many values
+            rows = gradient.flatten(0, -2).float().square().sum(0)
+            return Sums(rows.double().sum() / len(rows), rows=rows)
         last = isinstance(layer, nn.Linear | nn.Embedding) or output.dim() < 3
         level = gradient.double().square().sum() / output.shape[-1 if last else 1]
         if not isinstance(layer, nn.Linear | nn.Embedding):
@@ -96,6 +101,7 @@ def measure_information(
     """
     generator = torch.Generator(device_of(model)).manual_seed(seed)
     batches = batches_of(calibration, samples) if layers else []
+    batches = merge_batches(batches, tokens_kept(calibration, model))
 
     def show_all(bar: Progress) -> Iterator[Shown | None]:
         for batch in batches:

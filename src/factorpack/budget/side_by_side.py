@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from factorpack.batches import batch_size, hooked, join_batches, repeat_batch, slice_batch
-from factorpack.budget.outputs import Predictions, predictions_of
+from factorpack.batches import StopForward, batch_size, hooked, join_batches, repeat_batch, slice_batch
+from factorpack.budget.outputs import Predictions, main_tensor, predictions_in, predictions_of
 from factorpack.errors import SourceError
 from factorpack.passes.segments import (
     INPUTS,
@@ -54,6 +54,14 @@ class Replacement(NamedTuple):
     """What is taken from the layer's outputs, (out,): how far the weight moves their mean, if that is restored."""
 
 
+class Head(NamedTuple):
+    """A layer whose outputs are the predictions, as they are."""
+
+    layer: str
+    output: str
+    """What the model calls them."""
+
+
 class SideBySide:
     """A network whose original activations on some batches, and their forms, are known."""
 
@@ -69,6 +77,7 @@ class SideBySide:
         self._forms, self._borders = forms, borders
         self._in_order: list[str] = []
         """Layers that get the samples in their order, as far as is known."""
+        self._head: Head | None = None
         self.are_independent = cache(self._are_independent)
 
     def can_change(self, layer: str) -> bool:
@@ -104,11 +113,32 @@ class SideBySide:
     def predict(self, index: int, copies: Border, bytes_each: int) -> Iterator[tuple[Predictions, int]]:
         """Predictions for some copies at a time, and how many they are for."""
         assert copies.value is not None
+        if self._head is not None:  # alone: what is before it runs once for all copies
+            inputs, head = self._inputs_of_head(index, copies), self._model.get_submodule(self._head.layer)
+            rows = len(inputs) // self._count(index, copies)
+            for some in inputs.split(_at_once(bytes_each) * rows):
+                count = len(some) // rows
+                batch = repeat_batch(self._batches[index], count)
+                with torch.inference_mode(False), torch.no_grad():
+                    yield predictions_in(self._head.output, head(some), batch), count
+            return
         rows = self._rows(index, copies.place)
         for values in copies.value.split(_at_once(bytes_each) * rows):
             some = Border(copies.place, values)
             context = self._context(index, some)
             yield predictions_of(run_on(self._model, *context), context[0]), len(values) // rows
+
+    def _inputs_of_head(self, index: int, copies: Border) -> Tensor:
+        found: list[Tensor] = []
+
+        def stop(_module: nn.Module, inputs: Sequence[Any]) -> None:
+            found.append(inputs[0].detach())
+            raise StopForward
+
+        assert self._head is not None
+        with hooked(self._model, {self._head.layer: stop}):
+            run_on(self._model, *self._context(index, copies))
+        return found[0]
 
     def _rows(self, index: int, place: int) -> int:
         """Of one copy, in the first dimension at a border."""
@@ -166,9 +196,19 @@ class SideBySide:
         noting = (_noting(model, segments, rows) for rows in (rows_of_both, rows_of_one))
         with recording(model, segments, INPUTS, forms), hooked(model, next(noting), hooks):
             found = predictions_of(run_on(model, both, segments, INPUTS, forms), both)
-        with hooked(model, next(noting)):
-            wanted = predictions_of(run_on(model, batch, segments, INPUTS, self._forms[0]), batch)
+        returned: list[tuple[Any, int]] = []
+        *_, last = segments.segment_of
+
+        def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            returned.append((output, getattr(output, "_version", 0)))
+
+        with hooked(model, next(noting), {last: keep}):
+            output = run_on(model, batch, segments, INPUTS, self._forms[0])
+        wanted = predictions_of(output, batch)
         self._in_order = _in_order(rows_of_both, rows_of_one)
+        name, tensor = main_tensor(output)
+        is_head = [(id(tensor), tensor._version)] == [(id(each), version) for each, version in returned]
+        self._head = Head(last, name) if is_head and last in self._in_order else None
         alike.append(_are_alike(found.values, wanted.values))
         doubled = {name: _times(2, form.shape) for name, form in self._forms[0].items()}
         if doubled != {name: form.shape for name, form in forms.items()}:

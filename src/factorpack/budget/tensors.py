@@ -65,17 +65,22 @@ class Tensors:
 
         What has not changed since the last call is the same object, so that its stream is not made again.
         """
-        fixed = dict(self.fixed)
+        fixed = dict(self._fixed_in_memory)
         for name, encoded in fixed.items():
             # A weight on the meta device was not changed.
             changed = name in state and not state[name].is_meta
             if encoded.kind == "keep" and not encoded.by_caller and changed:
-                fixed[name] = Keep().encode(Weight(state[name])).noted(encoded.note)
+                fixed[name] = Keep().encode(Weight(state[name].cpu())).noted(encoded.note)
         small = small_leftovers(fixed, self.model, self.fold_norms, self.norm_bits or 0)
         for name, encoded in small.items():
             if name not in self._joined or not _is_same(self._joined[name], encoded):
                 self._joined[name] = encoded
         return {name: coded[name] if name in coded else self._joined[name] for name in self.source.entries}
+
+    @cached_property
+    def _fixed_in_memory(self) -> dict[str, Encoded]:
+        """On the CPU: many vectors are looked at, and a GPU would be waited for each time."""
+        return {name: encoded.to("cpu") for name, encoded in self.fixed.items()}
 
     @cached_property
     def _joined(self) -> dict[str, Encoded]:

@@ -20,6 +20,7 @@ from factorpack.budget.outputs import Predictions, predictions_of
 from factorpack.budget.planner import HELD_OUT_SHARE
 from factorpack.budget.side_by_side import Replacement, SideBySide, less
 from factorpack.calibration.calibrate import Calibration
+from factorpack.calibration.joined import tokens_kept
 from factorpack.calibration.walk import BORDER_BYTES
 from factorpack.decoding import decode
 from factorpack.passes.segments import INPUTS, Border, Forms, Segments, borders_of, run_on
@@ -58,7 +59,8 @@ class SingleWeightTrial:
 
     def __init__(self, model: nn.Module, held_out: Calibration) -> None:
         self.model, self._segments = copy.deepcopy(model), held_out.segments(model)
-        self.held_out = held_out.first(_inputs_to_measure(model, held_out, len(self._segments)))
+        some = held_out.first(_inputs_to_measure(model, held_out, len(self._segments)))
+        self.held_out = some.merged(tokens_kept(some, model))
         self.state = self.model.state_dict()
         self._uses = _uses(self.model, self._segments, self.held_out.repeated)
         self._forms: list[Forms] = [{} for _ in self.held_out.batches]

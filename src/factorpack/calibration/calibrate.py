@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from factorpack.batches import (
     StopForward,
     batch_size,
-    can_join,
     device_of,
     evaluating,
     hooked,
     inputs_of,
-    join_batches,
     mask_of,
+    merge_batches,
     run,
     slice_batch,
 )
@@ -80,12 +79,7 @@ class Calibration:
     def merged(self, tokens: int) -> Calibration:
         """The same inputs in batches of up to so many tokens, where they are texts of one length."""
         part = copy.copy(self)
-        part.batches = []
-        for batch in self.batches:
-            if part.batches and can_join(part.batches[-1], batch, tokens):
-                part.batches[-1] = join_batches(part.batches[-1], batch)
-            else:
-                part.batches.append(batch)
+        part.batches = merge_batches(self.batches, tokens)
         return part
 
     def split(self, share: float) -> tuple[Calibration, Calibration]:

@@ -23,6 +23,7 @@ from factorpack.quantize.uniform import (
     code_range,
     fit_scale,
     storable,
+    storable_alone,
 )
 from factorpack.record import Encoded, LayerMoments
 from factorpack.solve.code_length import HIGH_RATE
@@ -226,6 +227,13 @@ def check_trellis(states: int) -> None:
 def stored_step(step: float, trellis: int) -> Tensor:
     """The step of the codes, (1, 1) in host memory, for that of plain codes of equal error."""
     return storable(torch.tensor([[step * FINE_STEP if trellis else step]]))
+
+
+def stored_steps(steps: Sequence[Sequence[float]], trellis: int) -> Tensor:
+    """The values of `stored_step` for each of a table of steps, in FP32."""
+    return storable_alone(
+        torch.tensor([[step * FINE_STEP if trellis else step for step in row] for row in steps])
+    )
 
 
 def encode_at(

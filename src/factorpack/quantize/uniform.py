@@ -20,6 +20,9 @@ MIN_BITS, MAX_BITS = 2, 8
 MAX_STORED_BITS = 16
 """Bits a file may hold: with one step per layer, codes are as wide as the layer's largest weight needs."""
 
+SMALLEST_HALF, LARGEST_HALF = 2.0**-16, 65504.0
+"""Scales between these are stored in FP16."""
+
 # The clip search first tries these fractions of the min-max scale, then these multiples of the best one: at
 # two bits heavy-tailed rows end near a tenth of it, at eight bits within a few percent of it.
 _COARSE = [0.86**power for power in range(21)]
@@ -96,8 +99,15 @@ def storable(scale: Tensor) -> Tensor:
         largest = size.max().item() if size.numel() else 0.0
         matters = size[size > largest * 2.0**-20]
         least = matters.min().item() if matters.numel() else 0.0
-    fits = not 0.0 < largest < inf or (least >= 2.0**-16 and largest <= 65504.0)
+    fits = not 0.0 < largest < inf or (least >= SMALLEST_HALF and largest <= LARGEST_HALF)
     return scale.to(torch.float16 if fits else torch.float32)
+
+
+def storable_alone(scales: Tensor) -> Tensor:
+    """The values of `storable` for FP32 scales that are stored each by itself, in FP32."""
+    size = scales.abs()
+    fits = ~((size > 0) & (size < inf)) | ((size >= SMALLEST_HALF) & (size <= LARGEST_HALF))
+    return torch.where(fits, scales.to(torch.float16).float(), scales)
 
 
 def storable_values(values: Tensor) -> Tensor:

@@ -150,7 +150,8 @@ def path_quantizers(levels: Tensor, states: int) -> Tensor:
 
 def _count(models: Tensor, symbols: Tensor) -> Tensor:
     """How often each model meets each symbol: (batch, models, symbols)."""
-    batch, height, width = len(models), int(models.max()) + 1, int(symbols.max()) + 1
+    batch, (last_model, last_symbol) = len(models), torch.stack([models.max(), symbols.max()]).tolist()
+    height, width = last_model + 1, last_symbol + 1
     height += height % 2  # a trellis has two models per class
     first = torch.arange(batch, device=models.device, dtype=torch.int32)[:, None, None] * height
     cells = (models + first) * width + symbols

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 
+@lru_cache(maxsize=16)
 def spread_evenly(count: int, most: int, device: torch.device) -> Tensor:
-    """At most `most` positions of `count`, at least one.
+    """At most `most` positions of `count`, at least one: a tensor that is kept, and not to be changed.
 
     Multiples of the golden ratio have no period: they never align with a tile or an image's width.
     """

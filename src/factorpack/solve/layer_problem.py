@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import inf
 
 import torch
@@ -32,6 +32,8 @@ MOST_RESTORED = 2.0
 ENOUGH = 8
 """Positions per input from which on a weight is held less while it adapts."""
 ROW_SPREAD, DEAD_ROW = 0.01, 2.0**-20
+KEPT_NOISE = 1 << 21
+"""Values of noise that are kept: to draw them takes longer than all else that a small weight needs of it."""
 FEWEST_ROWS = 64
 """A sample of rows has at least as many, where there are as many."""
 
@@ -129,20 +131,43 @@ class LayerProblem:
 
     def as_were(self, codes: Tensor) -> Tensor:
         """Codes (..., K) in the order of rounding, put back in that of the latent."""
-        return codes if self.order is None else codes[..., self.order.argsort()]
+        return codes if self.order is None else codes[..., self._places]
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """Where each column of the latent comes in the order of rounding."""
+        assert self.order is not None
+        return self.order.argsort()
 
     def _with_feedback_noise(self, unit: Tensor) -> Tensor:
-        """Adds the expected feedback to values (steps, rows, K), in units of the trellis step.
+        """Adds the expected feedback to values (steps, rows, K), in units of the trellis step."""
+        return (
+            unit
+            if self.factor is None
+            else unit + feedback_noise(self.factor, self.latent.shape).flatten(0, 1)
+        )
 
-        When a column is rounded, it has received the rounding errors of those before it, which dominate in
-        quiet columns. They are practically random.
-        """
-        if self.factor is None:
-            return unit
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(self.latent.shape, generator=generator).to(unit)
-        noise *= (inherited_variance(self.factor) / 12).sqrt()[:, None] / FINE_STEP
-        return unit + noise.flatten(0, 1)
+
+def feedback_noise(factor: Tensor, shape: torch.Size) -> Tensor:
+    """What feedback is expected to add to values of a shape (groups, rows, K), in units of the trellis step.
+
+    When a column is rounded, it has received the rounding errors of those before it, which dominate in quiet columns.
+    They are practically random. `factor` is that of each group, or of several weights of one group.
+    """
+    noise = _noise(shape, factor.device, factor.dtype)
+    return noise * ((inherited_variance(factor) / 12).sqrt()[:, None] / FINE_STEP)
+
+
+def _noise(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Random numbers, the same for every weight of a shape."""
+    return _drawn(shape, device, dtype) if shape.numel() > KEPT_NOISE else _kept(shape, device, dtype)
+
+
+def _drawn(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+
+
+_kept = lru_cache(maxsize=8)(_drawn)
 
 
 def round_many(
@@ -157,13 +182,15 @@ def round_many(
     steps = steps.to(latent)
     each_step = steps.flatten()[:, None]
     unit = latent / each_step[:, :, None]
+    factors = [each.factor for each in problems if each.factor is not None]
     if trellis:
-        parts = zip(problems, unit.split(count), strict=True)
-        expected = torch.cat([each._with_feedback_noise(part) for each, part in parts])
+        expected = unit
+        if factors:
+            noise = feedback_noise(torch.cat(factors), problems[0].latent.shape)
+            expected = unit + noise.repeat_interleave(count, 0)
         lengths: TrellisLengths | CodeLengths = fit_trellis(expected, price, trellis)
     else:
         lengths = fit_lengths(unit, price)
-    factors = [each.factor for each in problems if each.factor is not None]
     if not factors:
         codes = lengths.round_all(unit)
         errors = (unit - codes).square().sum((1, 2)) * each_step[:, 0].square()
