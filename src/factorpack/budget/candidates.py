@@ -16,6 +16,7 @@ from factorpack.errors import while_compressing
 from factorpack.methods import SecondOrder
 from factorpack.methods.second_order import stored_steps
 from factorpack.quantize.trellis import SHORTEST
+from factorpack.solve.code_length import HIGH_RATE
 from factorpack.solve.code_size import estimate_bytes
 from factorpack.solve.layer_problem import LayerProblem, round_many
 from factorpack.weight import Weight
@@ -191,8 +192,8 @@ def _cheapest(
         if len(methods) == 1:
             continue
         reference = middle_step(weight, methods[0], bits) / step_at_unit_slope(weight, methods[0])
-        # On curves of equal slope a bit is worth this much loss.
-        slope = methods[0].price * reference**2
+        # On curves of equal slope a bit is worth this much loss, also where rounding does not count bits.
+        slope = (methods[0].price or HIGH_RATE) * reference**2
         slopes[id(weight)] = slope * (0.5 if weight.sensitivity is not None else 1.0)
         tries += [Try(weight, method, [reference * step_at_unit_slope(weight, method)]) for method in methods]
     costs: dict[int, list[tuple[float, SecondOrder]]] = {}
