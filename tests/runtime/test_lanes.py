@@ -41,7 +41,9 @@ def entropy_bytes(codes: np.ndarray) -> float:
 
 
 def fitted(codes: np.ndarray) -> tuple[Models, float]:
-    return lane_models.fit_models(torch.from_numpy(codes), int(codes.min()), int(codes.max()))
+    ends = int(codes.min()), int(codes.max())
+    choice = lane_models.choose_models(torch.from_numpy(codes), *ends)
+    return choice.fit(torch.from_numpy(codes), *ends), choice.size
 
 
 def numbers(layout: LaneLayout) -> list[int]:

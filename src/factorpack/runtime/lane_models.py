@@ -19,6 +19,7 @@ there a slot has the number of its symbol, in a byte, which is enough to make th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,41 +126,63 @@ def entries_of(
     return entries
 
 
-def fit_models(codes: Tensor, low: int, high: int) -> tuple[Models, float]:
-    """The models with which a matrix (r, n) of codes from `low` to `high` takes fewest bytes, and these, estimated."""
-    size, low = codes.numel(), min(low, 0)
-    symbols = max(high, 0) - low + 1
-    is_indirect = size < LARGE
-    step = min(max(1, size // (_SAMPLE if is_indirect else _SAMPLE_OF_LARGE)), len(codes))
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """How a matrix is coded in fewest bytes, and these, estimated."""
+
+    size: float
+    table_bits: int
+    raw_bits: int
+    rows: Classes
+    columns: Classes
+
+    def fit(self, codes: Tensor, low: int, high: int) -> Models:
+        """The models of the matrix that this was chosen for."""
+        is_indirect, low, symbols = codes.numel() < LARGE, *_symbols(low, high)
+        every = 1 if is_indirect else max(1, codes.numel() // _SAMPLE)
+        (counts,) = _counts(codes[::every], low, symbols, [(self.rows[::every], self.columns)])
+        low, frequencies = _frequencies(*_merged(low, counts, self.raw_bits), self.table_bits)
+        is_indirect = is_indirect and frequencies.shape[1] <= MOST_NUMBERS
+        return Models(self.table_bits, self.raw_bits, self.rows, self.columns, low, frequencies, is_indirect)
+
+
+def choose_models(codes: Tensor, low: int, high: int) -> Choice:
+    """The classes and tables with which a matrix (r, n) of codes from `low` to `high` takes fewest bytes."""
+    is_indirect, low, symbols = codes.numel() < LARGE, *_symbols(low, high)
+    step = min(max(1, codes.numel() // (_SAMPLE if is_indirect else _SAMPLE_OF_LARGE)), len(codes))
     # Rows that classes are not made from: other rows would show gains that are not there.
     among = slice(step // 2, None, step)
     taken = codes[among]
-    scale = size / taken.numel()
+    scale = codes.numel() / taken.numel() / 8
     classings = _classings(codes, step)
     tried = _counts(taken, low, symbols, [(rows[among], columns) for rows, columns in classings])
-    best: tuple[float, int, int, tuple[Classes, Classes]] | None = None
+    best: Choice | None = None
     for (rows, columns), counts in zip(classings, tried, strict=True):
         side = (len(rows) + len(columns)) / 2 if len(counts) > 1 else 0
-        for raw_bits in RAW_BITS:
-            merged = _merged(low, counts, raw_bits)
-            least = scale * (_entropy_bits(merged[1]) + raw_bits * taken.numel()) / 8 + side
-            # No tables are worth it that are much smaller than those that were best. That leaves one way or two.
-            if best and least + _table_bytes(merged[1], best[1] - 2, is_indirect) >= best[0]:
+        # No tables are worth it that are much smaller than those that were best. That leaves one way or two.
+        if best is not None:
+            tables = len(counts) << best.table_bits - 2 + 2 * (not is_indirect)
+            if scale * _entropy_bits(counts) + tables + side >= best.size:
                 continue
-            for table_bits in TABLE_BITS:
-                if len(counts) << table_bits > MOST_SLOTS:
+        for raw_bits in RAW_BITS:
+            first, merged = _merged(low, counts, raw_bits)
+            raw = raw_bits * taken.numel()
+            if best is not None:
+                tables = _table_bytes(merged, best.table_bits - 2, is_indirect)
+                if scale * (_entropy_bits(merged) + raw) + tables + side >= best.size:
                     continue
-                message = scale * (_message_bits(*merged, table_bits) + raw_bits * taken.numel()) / 8
-                total = message + _table_bytes(merged[1], table_bits, is_indirect) + side
-                if best is None or total < best[0]:
-                    best = total, table_bits, raw_bits, (rows, columns)
+            bits = [each for each in TABLE_BITS if len(counts) << each <= MOST_SLOTS]
+            for table_bits, message in zip(bits, _message_bits(first, merged, bits), strict=True):
+                size = scale * (message + raw) + _table_bytes(merged, table_bits, is_indirect) + side
+                if best is None or size < best.size:
+                    best = Choice(size, table_bits, raw_bits, rows, columns)
     assert best is not None
-    total, table_bits, raw_bits, (rows, columns) = best
-    every = 1 if is_indirect else max(1, size // _SAMPLE)
-    (counts,) = _counts(codes[::every], low, symbols, [(rows[::every], columns)])
-    low, frequencies = _frequencies(*_merged(low, counts, raw_bits), table_bits)
-    is_indirect = is_indirect and frequencies.shape[1] <= MOST_NUMBERS
-    return Models(table_bits, raw_bits, rows, columns, low, frequencies, is_indirect), total
+    return best
+
+
+def _symbols(low: int, high: int) -> tuple[int, int]:
+    """The first of the symbols of codes from `low` to `high`, which have 0 among them, and how many there are."""
+    return min(low, 0), max(high, 0) - min(low, 0) + 1
 
 
 def _table_bytes(counts: Counts, table_bits: int, is_indirect: bool) -> int:
@@ -175,13 +198,11 @@ def fit_pairs(codes: Tensor, most: float) -> Models | None:
     every = max(1, size // _SAMPLE)
     low = -1 << 2 * PAIR_BITS - 1
     (counts,) = _counts(pairs_of(codes[::every]), low, 1 - 2 * low, [(rows[::every], columns)])
-    scale = size / counts.sum()
+    scale = size / float(counts.sum())
     low, counts = _trimmed(low, counts)
 
-    def taken(bits: int) -> float:
-        return float(scale) * _message_bits(low, counts, bits) / 8 + (4 << bits)
-
-    sizes = {bits: taken(bits) for bits in PAIR_TABLE_BITS}
+    messages = zip(PAIR_TABLE_BITS, _message_bits(low, counts, PAIR_TABLE_BITS), strict=True)
+    sizes = {bits: scale * message / 8 + (4 << bits) for bits, message in messages}
     bits = next(bits for bits, size in sizes.items() if size <= SMALL_TABLE * min(sizes.values()))
     if sizes[bits] > most:
         return None
@@ -255,33 +276,38 @@ def _counts(codes: Tensor, low: int, symbols: int, classings: list[tuple[Classes
 
 def _merged(low: int, counts: Counts, raw_bits: int) -> tuple[int, Counts]:
     """Counts of codes without their lowest bits."""
+    if raw_bits == 0:
+        return low, counts
     first = low >> raw_bits
-    before = low - (first << raw_bits)
-    after = -(before + counts.shape[1]) % (1 << raw_bits)
-    padded = np.pad(counts, ((0, 0), (before, after)))
+    before, size = low - (first << raw_bits), counts.shape[1]
+    padded = np.zeros((len(counts), before + size + -(before + size) % (1 << raw_bits)), np.int64)
+    padded[:, before : before + size] = counts
     return first, padded.reshape(len(counts), -1, 1 << raw_bits).sum(2)
 
 
-def _patched(low: int, counts: Counts, table_bits: int) -> tuple[Counts, int]:
-    """Counts in which rare symbols are zeros, with at least one zero in each model; and how many are rare."""
+def _patched(low: int, counts: Counts, table_bits: NDArray[np.int64]) -> tuple[Counts, Counts]:
+    """For each table, counts in which rare symbols are zeros, at least one in each model; and how many are rare."""
     fits = low + np.arange(counts.shape[1]) < LIMIT
-    kept = (counts << table_bits > _PATCH_SHARE * counts.sum(1, keepdims=True)) & fits
-    kept[:, -low] = True
+    kept = (counts << table_bits[:, None, None] > _PATCH_SHARE * counts.sum(1, keepdims=True)) & fits
+    kept[..., -low] = True
     found = np.where(kept, counts, 0)
-    rare = (counts - found).sum(1)
-    found[:, -low] = np.maximum(found[:, -low] + rare, 1)
-    return found, int(rare.sum())
+    rare = counts.sum(1) - found.sum(2)
+    found[..., -low] = np.maximum(found[..., -low] + rare, 1)
+    return found, rare.sum(1)
 
 
-def _message_bits(low: int, counts: Counts, table_bits: int) -> float:
-    """Bits of the symbols, without raw bits, with frequencies that are nearly those of `_frequencies`."""
-    counts, rare = _patched(low, counts, table_bits)
-    if int(np.count_nonzero(counts, 1).max()) > 1 << table_bits:
-        return np.inf
-    slots = counts / counts.sum(1, keepdims=True) * (1 << table_bits)
-    slots = np.where(counts > 0, np.maximum(slots, 1), 0)
-    share = slots / slots.sum(1, keepdims=True)
-    return float(PATCH_BITS * rare - (counts * np.log2(np.where(counts > 0, share, 1))).sum())
+def _message_bits(low: int, counts: Counts, table_bits: Sequence[int]) -> list[float]:
+    """Bits of the symbols for each table, without raw bits, with frequencies nearly those of `_frequencies`."""
+    bits = np.array(table_bits)
+    counts, rare = _patched(low, counts, bits)
+    slots = counts / counts.sum(2, keepdims=True) * (1 << bits)[:, None, None]
+    occurs = counts > 0
+    slots = np.where(occurs, np.maximum(slots, 1), 0)
+    share = slots / slots.sum(2, keepdims=True)
+    message = PATCH_BITS * rare - (counts * np.log2(np.where(occurs, share, 1))).sum((1, 2))
+    fits = occurs.sum(2).max(1) <= 1 << bits
+    found: list[float] = np.where(fits, message, np.inf).tolist()
+    return found
 
 
 def _entropy_bits(counts: Counts) -> float:
@@ -292,7 +318,7 @@ def _entropy_bits(counts: Counts) -> float:
 
 def _frequencies(low: int, counts: Counts, table_bits: int) -> tuple[int, Counts]:
     """The first symbol, and each model's frequencies from it on: each row sums to 2^table_bits."""
-    counts, _ = _patched(low, counts, table_bits)
+    counts = _patched(low, counts, np.array([table_bits]))[0][0]
     used = np.flatnonzero(counts.any(0))
     counts = counts[:, used[0] : used[-1] + 1]
     return low + int(used[0]), np.stack([_normalized(each, 1 << table_bits) for each in counts])

@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 
 from factorpack.errors import WeightError
 from factorpack.runtime.lane_encode import GROUP, EncodedLanes, encode_reference, steps_between
-from factorpack.runtime.lane_models import LIMIT, Models, fit_models, fit_pairs
+from factorpack.runtime.lane_models import LIMIT, Models, choose_models, fit_pairs
 
 LANE_BITS = {0: 3200, 1 << 22: 1300, 1 << 25: 3200, 1 << 27: 4000}
 """By least number of codes: bits of a lane, about. Short lanes make many, to be decoded at a time; but each takes
@@ -116,15 +116,15 @@ def pack_lanes(codes: Tensor, columns: int, unit: int = 1, free: bool = True) ->
     count = len(flat)
     wanted = _by_size(LANE_BITS, count) / max(_entropy(flat, low, high), 0.1)
     matrix = _in_rows(flat, columns)
-    models, size = fit_models(matrix, low, high)
+    choice = choose_models(matrix, low, high)
     if free and (columns < LEAST_COLUMNS or len(matrix) < wanted):
         narrow = -(-max(round(count / wanted), min(count, LEAST_LANES)) // unit) * unit
         narrow_matrix = _in_rows(flat, narrow)
-        narrow_models, narrow_size = fit_models(narrow_matrix, low, high)
-        if narrow_size + LANE_BYTES * narrow < size + LANE_BYTES * columns:
-            columns, matrix, models, size = narrow, narrow_matrix, narrow_models, narrow_size
-    if columns % 2 == 0:
-        models = fit_pairs(matrix, _by_size(PAIR_MARGIN, count) * size) or models
+        narrow_choice = choose_models(narrow_matrix, low, high)
+        if narrow_choice.size + LANE_BYTES * narrow < choice.size + LANE_BYTES * columns:
+            columns, matrix, choice = narrow, narrow_matrix, narrow_choice
+    paired = fit_pairs(matrix, _by_size(PAIR_MARGIN, count) * choice.size) if columns % 2 == 0 else None
+    models = paired or choice.fit(matrix, low, high)
     segment = -(-len(matrix) // max(1, round(len(matrix) * (1 + models.is_pair) / wanted)))
     segment = min(segment, LONGEST_SEGMENT)
     return _joined(count, columns, segment, models, _encode(matrix, models, segment))
