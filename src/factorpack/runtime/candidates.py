@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
@@ -21,6 +23,8 @@ from factorpack.runtime.packed_weight import PackedWeight
 
 WORTH_A_THREAD = 1 << 18
 """Elements of a tensor that is read by a thread."""
+AT_A_TIME_ON_GPU = 2
+"""Tensors that are made on a GPU at a time: what that takes there besides them is up to ten bytes per element."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +51,7 @@ class Makers:
     """Of weights that layers hold packed."""
     plain: Mapping[str, list[str]]
     """Names under which a tensor is filled in."""
+    turns: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(AT_A_TIME_ON_GPU))
 
     def streamed(self, target: str, layers: Mapping[str, nn.Module]) -> Iterator[Candidate]:
         """Layers that hold their weight's own bytes."""
@@ -89,12 +94,13 @@ class Makers:
 
     def _made(self, name: str) -> tuple[Encoded | None, PackedWeight | None]:
         encoded, weight = self.tensors.read(name), None
-        if name in self.forms:
-            weight = PackedWeight(encoded, self.filler.like(name), self.forms[name])
-        if self._is_held(name):
-            return encoded, weight
-        self.filler.fill(self.plain[name], encoded)
-        return None, weight
+        with nullcontext() if self.filler.like(name).is_cpu else self.turns:
+            if name in self.forms:
+                weight = PackedWeight(encoded, self.filler.like(name), self.forms[name])
+            if self._is_held(name):
+                return encoded, weight
+            self.filler.fill(self.plain[name], encoded)
+            return None, weight
 
     def packed(
         self, target: str, layers: Mapping[str, nn.Module], encoded: Encoded | None, weight: PackedWeight

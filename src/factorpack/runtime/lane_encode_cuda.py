@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from factorpack.runtime.launching import current_stream
 from factorpack.runtime.multiply import on_device
 
 SOURCE = Path(__file__).with_name("lane_encode.cu")
+_COMPILING = threading.Lock()
 WARPS = 4
 """Groups of a block, as in lane_encode.cu."""
 _POINTERS = (
@@ -96,9 +98,9 @@ def _launch(device: int, name: str, blocks: int, job: Job) -> None:
     _kernel(device, name).launch(blocks, 32 * WARPS, 0, current_stream(device), job)
 
 
-@functools.cache
 def _kernel(device: int, name: str) -> nvrtc.Kernel:
-    return _module(device).kernel(name)
+    with _COMPILING:  # once, whichever thread is first
+        return _module(device).kernel(name)
 
 
 @functools.cache

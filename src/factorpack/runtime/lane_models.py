@@ -259,19 +259,17 @@ def _classes(values: NDArray[np.float64], most: int) -> Classes:
 
 def _counts(codes: Tensor, low: int, symbols: int, classings: list[tuple[Classes, Classes]]) -> list[Counts]:
     """How often each model of each classing has each of the `symbols` codes from `low` on."""
-    number = codes.int() - low
-    joint, models, places = [], 0, []
-    for rows, columns in classings:
-        own = int(rows.max()) + int(columns.max()) + 1
-        first = torch.full((1, 1), models, dtype=torch.int32, device=codes.device)
-        if own > 1:
-            by_row, by_column = (torch.from_numpy(each).to(codes.device).int() for each in (rows, columns))
-            first = by_row[:, None] + by_column + models
-        joint.append((number + first * symbols).view(-1))
-        places.append(slice(models, models + own))
-        models += own
-    counts = torch.bincount(torch.cat(joint), minlength=models * symbols).cpu().numpy()
-    return [counts.reshape(models, symbols)[own] for own in places]
+    rows, columns = (np.stack(each) for each in zip(*classings, strict=True))
+    models = rows.max(1).astype(int) + columns.max(1) + 1
+    ends = np.cumsum(models)
+    first = (rows + (ends - models)[:, None]).astype(np.int32)
+    joint = (
+        torch.from_numpy(first).to(codes.device)[:, :, None]
+        + torch.from_numpy(columns).to(codes.device)[:, None]
+    )
+    joint.mul_(symbols).add_(codes.int() - low)
+    counts = torch.bincount(joint.view(-1), minlength=int(ends[-1]) * symbols).cpu().numpy()
+    return np.split(counts.reshape(-1, symbols), ends[:-1])
 
 
 def _merged(low: int, counts: Counts, raw_bits: int) -> tuple[int, Counts]:
