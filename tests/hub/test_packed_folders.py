@@ -52,6 +52,7 @@ def test_logits_are_those_of_the_dense_model(small: Path, mode: Any, dtype: torc
     assert not any(each.is_meta for each in (*model.parameters(), *model.buffers()))
     assert_same_tensor(logits(model), logits(dense))
     assert {each.dtype for each in model.parameters()} == {dtype or torch.float32}
+    assert model.config.dtype == dense.config.dtype == (dtype or torch.float32)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("cache", [None, "static"])

@@ -60,7 +60,7 @@ def from_pretrained(
     with opening(opened):
         check_fit(opened, packed.shapes(), packed.aliases)
         model = build_skeleton(opened, packed.shapes(), dtype)
-        _set_up(opened, model)
+        _set_up(opened, model, dtype)
     whole = Packed(packed.tensors, packed.aliases | _ties(model, packed))
     if mode == "dense" and not _is_as_stored(model, packed.shapes(), whole):
         return _open_model(opened, dtype, device_map)
@@ -99,13 +99,15 @@ def _is_as_stored(model: nn.Module, shapes: Shapes, packed: Packed) -> bool:
     return own == stored and not any(getattr(model, name, None) for name in kept_wide)
 
 
-def _set_up(folder: Folder, model: nn.Module) -> None:
+def _set_up(folder: Folder, model: nn.Module, dtype: torch.dtype | None) -> None:
     """What transformers' `from_pretrained` does besides loading weights."""
     if folder.library == "transformers":
         settings = _generation_settings(folder)
         if settings is not None:
             model.generation_config = settings
         model.config.name_or_path = str(folder.path)  # type: ignore[union-attr]
+        if dtype is not None:
+            model.config.dtype = dtype  # type: ignore[union-attr]
 
 
 def _generation_settings(folder: Folder) -> Any:
