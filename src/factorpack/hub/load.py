@@ -107,7 +107,7 @@ def _set_up(folder: Folder, model: nn.Module, dtype: torch.dtype | None) -> None
             model.generation_config = settings
         model.config.name_or_path = str(folder.path)  # type: ignore[union-attr]
         if dtype is not None:
-            model.config.dtype = dtype  # type: ignore[union-attr]
+            model.config.dtype = dtype
 
 
 def _generation_settings(folder: Folder) -> Any:
