@@ -78,8 +78,8 @@ class Packed(Mapping[str, Encoded]):
 
     def shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Type and shape of every decoded tensor, aliases included, without decoding any."""
-        if self._reader is not None:
-            known = {name: (DTYPES[row.dtype], row.shape) for name, row in self._reader.rows.items()}
+        if isinstance(self._tensors, Reader):
+            known = {name: (DTYPES[row.dtype], row.shape) for name, row in self._tensors.rows.items()}
         else:
             known = {name: (encoded.dtype, encoded.shape) for name, encoded in self.items()}
         return known | {alias: known[target] for alias, target in self.aliases.items()}

@@ -20,7 +20,7 @@ from factorpack.format.container import SAFETENSORS_TYPES, Reader, Writer, write
 from factorpack.quantize.uniform import code_range
 from factorpack.record import DTYPES, Encoded
 from tests.golden.make import tensors as golden_tensors
-from tests.helpers import assert_same_encoded, assert_same_tensor, write_packed
+from tests.helpers import assert_same_encoded, assert_same_tensor, seeded, write_packed
 from tests.tampered import take_apart
 
 FLOATS = [dtype for dtype in DTYPES.values() if dtype.is_floating_point]
@@ -306,3 +306,35 @@ def test_raw_streams_are_written_in_order():
     file = io.BytesIO()
     container._write_all(file, [torch.tensor([1], dtype=torch.uint8), torch.tensor([2], dtype=torch.uint8)])
     assert file.getvalue() == b"\1\2"
+
+
+@pytest.mark.parametrize("damaged", [["conv", "late"], ["early", "late"], []])
+def test_threads_check_a_large_file_and_name_what_is_damaged_first(
+    damaged: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(container, "_WORTH_THREADS", 0)
+    monkeypatch.setattr(container, "_RUN_BYTES", 100)
+    path = tmp_path / "file"
+    values = {name: seeded(9, seed=number) for number, name in enumerate(["early", "conv", "late", "last"])}
+    write_packed(
+        path, {name: Encoded("keep", (9,), torch.float32, {"values": each}) for name, each in values.items()}
+    )
+    pieces = take_apart(path.read_bytes())
+    for name in damaged:
+        pieces.streams[name] = b"\xff" + pieces.streams[name][1:]
+    path.write_bytes(pieces.build())
+    if not damaged:
+        assert list(Reader(path)) == list(values)
+        return
+    with pytest.raises(FormatError, match=f"tensor '{damaged[0]}': the checksum does not match"):
+        Reader(path)
+
+
+@pytest.mark.parametrize("sizes", [[], [5], [5, 0, 5], [500], [60, 60, 60, 60], [0, 200, 3]])
+def test_runs_have_every_stream_once_and_enough_bytes(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(container, "_RUN_BYTES", 100)
+    runs = list(container._runs(sizes))
+    assert [number for run in runs for number in run] == list(range(len(sizes)))
+    assert all(sum(sizes[number] for number in run) >= 100 for run in runs[:-1])

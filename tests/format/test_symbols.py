@@ -8,7 +8,7 @@ from hypothesis.extra import numpy as hnp
 
 from factorpack.format.blocks import places, to_blocks, to_matrix
 from factorpack.format.classes import Classing
-from factorpack.format.symbols import codes_of, count_values, to_symbols
+from factorpack.format.symbols import code_order, codes_of, count_values, to_symbols
 
 SHAPES = hnp.array_shapes(min_dims=2, max_dims=2, max_side=20)
 
@@ -56,3 +56,11 @@ def test_blocks_hold_their_places(symbols: np.ndarray, data: st.DataObject):
 )
 def test_values_are_counted(values: np.ndarray):
     assert count_values(values, 100).tolist() == np.bincount(values.ravel(), minlength=100).tolist()
+
+
+@pytest.mark.parametrize("low", [-128, -127, -3, -1, 0])
+@pytest.mark.parametrize("high", [0, 1, 2, 4, 126, 127])
+def test_narrow_codes_are_those_that_a_table_gives(low: int, high: int):
+    order = code_order(low, high - low + 1)
+    symbols = np.tile(np.arange(len(order)).astype(np.uint8), 2000)
+    assert np.array_equal(codes_of(symbols.copy(), order), order.take(symbols))

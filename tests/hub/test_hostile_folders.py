@@ -220,7 +220,7 @@ def test_libraries_are_offline_while_a_folder_is_opened(
         HfApi().model_info("someone/resnet-50")
 
     folder = packed(transformers, tmp_path)
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", download)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "__init__", download)
     with pytest.raises(SourceError, match="does not open as a LlamaForCausalLM: OfflineModeIsEnabled"):
         fp.hub.from_pretrained(folder)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", download)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import factorpack as fp
-from factorpack.format.container import stored
+from factorpack.format.container import Reader, stored
 from factorpack.format.encode_ahead import Stored, Streams
 from factorpack.hub.places import Places
 from factorpack.record import Encoded
@@ -52,6 +52,7 @@ def test_logits_are_those_of_the_dense_model(small: Path, mode: Any, dtype: torc
     assert not any(each.is_meta for each in (*model.parameters(), *model.buffers()))
     assert_same_tensor(logits(model), logits(dense))
     assert {each.dtype for each in model.parameters()} == {dtype or torch.float32}
+    assert model.config.dtype == dense.config.dtype == (dtype or torch.float32)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
@@ -179,3 +180,28 @@ def test_the_dense_model_is_never_in_memory(transformers: Any, tmp_path: Path) -
     assert grown["dense"] > 0.7 * large
     assert grown["packed"] < 0.35 * large
     assert grown["coded"] < 0.35 * large
+
+
+@pytest.mark.parametrize("mode", ["dense", "packed"])
+def test_every_tensor_is_decoded_once(small: Path, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, found = Reader.__getitem__, []
+
+    def noted(self: Reader, name: str) -> Encoded:
+        found.append(name)
+        return read(self, name)
+
+    monkeypatch.setattr(Reader, "__getitem__", noted)
+    fp.hub.from_pretrained(small, mode)
+    assert len(found) == len(set(found)) > 0
+
+
+def test_weights_that_transformers_must_arrange_are_left_to_it(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a model keeps some modules in FP32, whatever its type."""
+    from transformers import LlamaForCausalLM
+
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", {"norm"})
+    model = fp.hub.from_pretrained(small, dtype=torch.bfloat16)
+    assert model.model.norm.weight.dtype == torch.float32  # type: ignore[union-attr]
+    assert model.lm_head.weight.dtype == torch.bfloat16  # type: ignore[union-attr]

@@ -1,5 +1,5 @@
-// Runs lanes.cu on a CPU: every thread of a block is a fiber, which goes on to the next when it waits for others.
-// VARIANTS is a header that includes lanes.cu once for every variant, with names of its own.
+// Runs lanes.cu or lane_encode.cu on a CPU: every thread of a block is a fiber, which goes on to the next when it waits
+// for others. VARIANTS is a header that includes one of them, once for every variant, with names of its own.
 
 #include <cstring>
 #include <ucontext.h>
@@ -17,6 +17,7 @@ typedef unsigned short half_t;
 typedef unsigned int address_t;
 
 struct float2 { float x, y; };
+struct int2 { int x, y; };
 struct uint4 { word_t x, y, z, w; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 struct Place { unsigned x, y, z; };
@@ -65,6 +66,15 @@ inline word_t __match_any_sync(word_t, word_t value) {
     for (int lane = 0; lane < 32; lane++) alike |= (word_t)(own.values[lane] == value) << lane;
     __syncwarp();
     return alike;
+}
+inline int __shfl_down_sync(word_t, int value, int below) {
+    Warp &own = warp();
+    const int lane = threadIdx.x & 31;
+    own.values[lane] = (word_t)value;
+    __syncwarp();
+    const int found = (int)own.values[lane + below < 32 ? lane + below : lane];
+    __syncwarp();
+    return found;
 }
 inline void atomicAdd(word_t *place, word_t more) { *place += more; }
 inline int __popc(word_t bits) { return __builtin_popcount(bits); }

@@ -35,7 +35,7 @@ def packed_as(
         patch.setattr(lanes, "PAIR_MARGIN", {0: pair})
         if bits:
             patch.setattr(lanes, "LANE_BITS", {0: bits})
-        return pack_lanes(codes, codes.shape[1], free=not bits)
+        return pack_lanes(torch.from_numpy(codes), codes.shape[1], free=not bits)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,12 @@ def entropy_bytes(codes: np.ndarray) -> float:
     return float(-(counts * np.log2(counts / codes.size)).sum() / 8)
 
 
+def fitted(codes: np.ndarray) -> tuple[Models, float]:
+    ends = int(codes.min()), int(codes.max())
+    choice = lane_models.choose_models(torch.from_numpy(codes), *ends)
+    return choice.fit(torch.from_numpy(codes), *ends), choice.size
+
+
 def numbers(layout: LaneLayout) -> list[int]:
     return [int(getattr(layout, name)) for name in layout.__slots__]
 
@@ -58,7 +64,7 @@ def test_the_reference_gives_the_codes_back(
     codes = normal(rows, columns, scale, seed=seed).clip(-2048, 2047)
     if narrow:
         codes = codes.clip(-128, 127).astype(np.int8)
-    packed, layout = pack_lanes(codes, columns)
+    packed, layout = pack_lanes(torch.from_numpy(codes), columns)
     assert layout.count == codes.size
     found = decode_reference(packed, layout, torch.from_numpy(codes).dtype)
     assert np.array_equal(found.numpy(), codes.reshape(-1))
@@ -84,7 +90,7 @@ def test_every_way_of_coding_gives_the_codes_back(
     if case == "pairs":  # so few codes are not worth their table
         monkeypatch.setattr(lanes, "PAIR_MARGIN", {0: 9.0})
     codes = CASES[case]
-    packed, layout = pack_lanes(codes, codes.shape[1])
+    packed, layout = pack_lanes(torch.from_numpy(codes), codes.shape[1])
     assert np.array_equal(decode_reference(packed, layout, torch.int16).numpy(), codes.reshape(-1))
     found = {
         "pairs": layout.is_pair,
@@ -99,32 +105,32 @@ def test_every_way_of_coding_gives_the_codes_back(
 @pytest.mark.parametrize("scale", [0.5, 1.0, 2.0, 4.0])
 def test_lanes_take_little_more_than_the_entropy(scale: float) -> None:
     codes = normal(1024, 1024, scale).astype(np.int8)
-    packed, _ = pack_lanes(codes, 1024)
+    packed, _ = pack_lanes(torch.from_numpy(codes), 1024)
     assert packed.numel() < 1.035 * entropy_bytes(codes)
 
 
 def test_columns_of_different_scales_have_models_of_their_own() -> None:
     codes = normal(2048, 128, 60.0, spread=7.0)
-    packed, layout = pack_lanes(codes, 128)
+    packed, layout = pack_lanes(torch.from_numpy(codes), 128)
     assert layout.models > 1
     assert packed.numel() < 0.95 * entropy_bytes(codes)
 
 
 def test_rows_are_cut_otherwise_only_where_they_are_free() -> None:
     codes = normal(8, 4096, 1.0).astype(np.int8)
-    free, layout = pack_lanes(codes, 4096)
-    held, as_given = pack_lanes(codes, 4096, free=False)
+    free, layout = pack_lanes(torch.from_numpy(codes), 4096)
+    held, as_given = pack_lanes(torch.from_numpy(codes), 4096, free=False)
     assert as_given.columns == 4096 > layout.columns
     assert free.numel() < held.numel()
 
 
 def test_codes_that_a_patch_cannot_hold_are_refused() -> None:
     with pytest.raises(WeightError, match="codes 0 to 2048, lanes can have -2048 to 2047"):
-        pack_lanes(np.array([[0, 2048]], np.int16), 2)
+        pack_lanes(torch.tensor([[0, 2048]], dtype=torch.int16), 2)
 
 
 def test_frequencies_of_every_model_fill_its_table() -> None:
-    models, _ = lane_models.fit_models(normal(300, 90, 20.0, spread=5.0))
+    models, _ = fitted(normal(300, 90, 20.0, spread=5.0))
     assert isinstance(models, Models)
     slots = 1 << models.table_bits
     assert (models.frequencies.sum(1) == slots).all()
@@ -142,7 +148,7 @@ def test_frequencies_of_every_model_fill_its_table() -> None:
 
 @pytest.mark.parametrize("spread", [2.0, 5.0])
 def test_numbers_of_symbols_are_enough_to_make_entries(spread: float) -> None:
-    models, _ = lane_models.fit_models(normal(900, 90, 30.0, spread=spread))
+    models, _ = fitted(normal(900, 90, 30.0, spread=spread))
     direct = replace(models, is_indirect=False).table().view(np.uint32).reshape(len(models.frequencies), -1)
     numbers = replace(models, is_indirect=True).table().reshape(direct.shape)
     found = lane_models.entries_of(numbers, models.table_bits, models.raw_bits, models.low, is_pair=False)
@@ -154,7 +160,7 @@ def test_models_of_large_matrices_are_judged_by_other_rows(monkeypatch: pytest.M
     monkeypatch.setattr(lane_models, "LARGE", 1 << 16)
     monkeypatch.setattr(lane_models, "_SAMPLE_OF_LARGE", 1 << 14)
     codes = normal(512, 1024, 1.0)
-    models, size = lane_models.fit_models(codes)
+    models, size = fitted(codes)
     assert len(models.frequencies) == 1
     assert size > 0.999 * entropy_bytes(codes)
 
@@ -165,14 +171,14 @@ def test_lanes_of_different_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     for scale in (0.1, 0.5, 100.0):
         codes = normal(2000, 128, scale)
         codes[:, ::2] = 0
-        packed, layout = pack_lanes(codes, 128, free=False)
+        packed, layout = pack_lanes(torch.from_numpy(codes), 128, free=False)
         assert np.array_equal(decode_reference(packed, layout, torch.int16).numpy(), codes.reshape(-1))
 
 
 @pytest.mark.parametrize("scaled", ["one", "row", "column"])
 def test_the_operator_scales_as_a_dense_weight_is(scaled: str) -> None:
     codes = normal(90, 40, 3.0).astype(np.int8)
-    packed, layout = pack_lanes(codes, 40, free=False)
+    packed, layout = pack_lanes(torch.from_numpy(codes), 40, free=False)
     shape = {"one": (1, 1), "row": (90, 1), "column": (1, 40)}[scaled]
     scale = seeded(*shape).abs().half()
     found = decode_lanes(packed, numbers(layout), scale, scaled, torch.bfloat16, torch.float32)
@@ -182,7 +188,7 @@ def test_the_operator_scales_as_a_dense_weight_is(scaled: str) -> None:
 
 def test_a_vector_is_multiplied_as_by_the_codes() -> None:
     codes = normal(90, 40, 3.0).astype(np.int8)
-    packed, layout = pack_lanes(codes, 40, free=False)
+    packed, layout = pack_lanes(torch.from_numpy(codes), 40, free=False)
     inputs, scale = seeded(90).bfloat16(), seeded(40).abs()
     found = multiply_lanes(inputs, packed, numbers(layout), scale)
     assert_close(found, inputs.double() @ torch.from_numpy(codes).double() * scale, torch.bfloat16)
@@ -222,7 +228,7 @@ def test_weights_in_lanes_are_those_of_the_file_bit_for_bit(
             assert_same_tensor(weight.part(name).contiguous(), part.contiguous())
 
 
-def smallest_first(codes: np.ndarray, columns: int, unit: int, free: bool) -> tuple[Tensor, LaneLayout]:
+def smallest_first(codes: Tensor, columns: int, unit: int, free: bool) -> tuple[Tensor, LaneLayout]:
     """`pack_lanes` that never loses to a fixed width, by a length that it does not have."""
     packed, layout = pack_lanes(codes, columns, unit, free)
     return _Short(packed), layout

@@ -68,7 +68,7 @@ def size_normal(shape: list[int], bits: int) -> dict[str, Any]:
 
     codes = normal_codes(shape, bits)
     started = time.process_time()
-    packed, layout = pack_lanes(codes, shape[1])
+    packed, layout = pack_lanes(torch.from_numpy(codes), shape[1])
     seconds = time.process_time() - started
     return {
         "shape": shape,
@@ -133,7 +133,7 @@ def time_decoding(shape: list[int], bits: int, bandwidth: float) -> dict[str, An
     from factorpack.runtime.lanes import pack_lanes
 
     codes = normal_codes(shape[::-1], bits)
-    packed, layout = pack_lanes(codes, shape[0], free=False)
+    packed, layout = pack_lanes(torch.from_numpy(codes), shape[0], free=False)
     scale = torch.rand(1, 1, device="cuda").half()
     calls = [
         LaneDecoder(each, layout, scale, "one", torch.bfloat16, torch.float32)

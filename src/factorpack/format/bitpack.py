@@ -32,7 +32,7 @@ def pack(values: NDArray[np.unsignedinteger], width: int) -> bytes:
     return packed.reshape(-1)[: bit_string_bytes(values.size, width)].tobytes()
 
 
-def unpack(data: bytes, count: int, width: int) -> NDArray[np.uint16]:
+def unpack(data: bytes | memoryview, count: int, width: int) -> NDArray[np.uint16]:
     """The inverse of `pack`. The unused bits of the last byte must be zero."""
     if len(data) != bit_string_bytes(count, width):
         raise FormatError(f"{len(data)} bytes for {count} values of {width} bits")

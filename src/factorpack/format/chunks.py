@@ -14,7 +14,7 @@ import numpy as np
 from pcodec import ChunkConfig, DeltaSpec, ModeSpec, PagingSpec, wrapped
 
 from factorpack.errors import FormatError
-from factorpack.format.symbols import Symbols, SymbolType
+from factorpack.format.symbols import Data, Symbols, SymbolType
 
 LENGTH = struct.Struct("<I")
 """The lengths of all chunks come before the tables."""
@@ -28,6 +28,8 @@ FEWEST = 2048
 """Codes of the smallest block for which a chunk's table can pay."""
 _MOST = 1 << 24
 """Values that one pcodec chunk can hold; a larger block becomes several, one after the other."""
+_MOST_TABLE = 1 << 18
+"""More bytes than any chunk's table takes: 2^15 bins of at most 36 bits."""
 _WORTH_A_THREAD = 1 << 17
 """Codes of a block that take a thread about a millisecond."""
 _MOST_BYTES = 256**LENGTH.size - 1
@@ -72,11 +74,11 @@ def joined_chunk_bytes(lengths: Sequence[int]) -> int:
 class Chunks:
     """The blocks of joined chunks of known lengths, starting at `start`; the bytes are untrusted."""
 
-    def __init__(self, data: bytes, start: int, lengths: Sequence[int]) -> None:
+    def __init__(self, data: Data, start: int, lengths: Sequence[int]) -> None:
         self._data, self._lengths = data, iter(lengths)
         self._at = start + len(_VERSION)
         if lengths:
-            found = data[start : self._at]
+            found = bytes(data[start : self._at])
             if found != _VERSION:
                 raise FormatError(
                     f"the chunks have another version: {list(found)}, expected {list(_VERSION)}"
@@ -94,14 +96,16 @@ class Chunks:
             raise FormatError(f"a chunk of {length} bytes has {len(chunk)} too many")
         return block
 
-    def _read(self, chunk: bytes, block: Symbols) -> bytes:
+    def _read(self, chunk: Data, block: Symbols) -> Data:
         """Fills a block of at most `_MOST`, and returns the bytes after it."""
-        if not chunk.startswith(_CLASSIC):
+        if bytes(chunk[:1]) != _CLASSIC:
             raise FormatError("a chunk does not hold plain values")
         try:
-            read, taken = self._reader.chunk_decompressor(chunk, f"u{8 * block.itemsize}")
+            # pcodec takes bytes alone. No table is longer than the first piece, and what follows it is copied once.
+            head = bytes(chunk[:_MOST_TABLE])
+            read, taken = self._reader.chunk_decompressor(head, f"u{8 * block.itemsize}")
             page = chunk[taken:]
-            _, used = read.read_page_into(page, len(block), block)
+            _, used = read.read_page_into(bytes(page), len(block), block)
         except RuntimeError as error:
             raise FormatError(f"a chunk of {len(chunk)} bytes cannot be read: {error}") from error
         return page[used:]

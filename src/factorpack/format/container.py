@@ -9,6 +9,7 @@ import tempfile
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +38,8 @@ OTHER_ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".npz", ".gguf", ".onnx
 """Names of files that other programs open as something else than safetensors."""
 SMALL_BYTES = 16384
 """Smaller streams share one entry: a separate entry costs about 100 bytes of header."""
+_WORTH_THREADS, _RUN_BYTES = 1 << 24, 1 << 22
+"""Bytes of a file that threads check when it is opened, and of streams that one checks at a time."""
 
 SAFETENSORS_TYPES = {
     torch.float64: "F64",
@@ -222,7 +225,19 @@ class Reader(Mapping[str, Encoded]):
         assert isinstance(self.schema.tensors, StoredRows)
         self.rows = self.schema.tensors
         self._starts = _stream_starts(self.rows, self._file)
-        for number in range(len(self.rows)):
+        self._check_streams()
+
+    def _check_streams(self) -> None:
+        """Every checksum, in order; threads read a large file, a run of streams each."""
+        if self.file_bytes < _WORTH_THREADS:
+            self._check_run(range(len(self.rows)))
+            return
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            for _ in pool.map(self._check_run, _runs(self.rows.stored_bytes)):
+                pass  # the first error is raised
+
+    def _check_run(self, numbers: range) -> None:
+        for number in numbers:
             self._stream(number)
 
     @property
@@ -296,11 +311,11 @@ def stored(name: str, encoded: Encoded, encode: EncodeCodes = encode_codes) -> t
 
 def read_row(row: TensorRow, stream: bytes) -> Encoded:
     """The inverse of `stored`; the bytes may be anything."""
-    parts, start = {}, 0
+    parts, start, pieces = {}, 0, memoryview(stream)
     for name, part in row.parts.items():
         end = start + part.stored_bytes
         try:
-            parts[name] = decode_part(part.codec, stream[start:end], part.spec, row.trellis)
+            parts[name] = decode_part(part.codec, pieces[start:end], part.spec, row.trellis)
         except FormatError as error:
             raise FormatError(f"part {name!r}: {error}") from error
         start = end
@@ -344,6 +359,16 @@ def _stream_starts(rows: StoredRows, file: SafetensorsFile) -> array[int]:
         starts.append(place if _is_small(size) else next(first))
         place += size if _is_small(size) else 0
     return starts
+
+
+def _runs(sizes: Sequence[int]) -> Iterator[range]:
+    """Neighbouring streams that are worth a thread together."""
+    start = total = 0
+    for number, size in enumerate(sizes, 1):
+        total += size
+        if total >= _RUN_BYTES or number == len(sizes):
+            yield range(start, number)
+            start, total = number, 0
 
 
 def _is_small(stored_bytes: int) -> bool:

@@ -6,6 +6,7 @@ stream is written. docs/format.md gives the layout.
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import Executor
 from typing import Any
 
@@ -24,6 +25,7 @@ from factorpack.format.stream_header import Header, read_header, write_header
 from factorpack.format.stream_plan import Plan, best_plan
 from factorpack.format.symbols import (
     Codes,
+    Data,
     Symbols,
     code_order,
     codes_of,
@@ -126,7 +128,7 @@ def choose_chunks(
     return {model: found[model] for model in sorted(kept)}
 
 
-def decode(data: bytes, rows: int, columns: int) -> Codes:
+def decode(data: Data, rows: int, columns: int) -> Codes:
     """The inverse of `encode`."""
     header, start = read_header(data)
     if header.split and columns % header.split:
@@ -149,7 +151,7 @@ def decode(data: bytes, rows: int, columns: int) -> Codes:
     return from_view(codes, header.split, rows)
 
 
-def open_coder(data: bytes) -> Coder:
+def open_coder(data: Data) -> Coder:
     if len(data) % 4:
         raise FormatError(f"an entropy-coded message of {len(data)} bytes is cut short")
     try:
@@ -164,6 +166,9 @@ def _pop_matrix(
     """Block after block, model by model; then rows and columns return to their places."""
     order = code_order(header.low, header.symbols)
     chunked = {model for model, _ in header.chunks}
+    if chunked and len(models) == 1:
+        shape = len(classing.rows), len(classing.columns)
+        return read_chunk(large, math.prod(shape), order).reshape(shape)
     ordered: Codes = np.empty((len(classing.rows), len(classing.columns)), order.dtype)
     for model, (own, frequencies) in enumerate(zip(places(classing, len(models)), models, strict=True)):
         counts = [ordered[place].size for place in own]

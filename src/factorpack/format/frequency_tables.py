@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from factorpack.errors import FormatError
 from factorpack.format.bitpack import bit_string_bytes, pack, unpack
+from factorpack.format.symbols import Data
 
 MIN_TOTAL_BITS, MAX_TOTAL_BITS = 8, 16
 """The frequencies of a table sum to 2^t, with t between these."""
@@ -99,7 +100,7 @@ def write_tables(classes: Sequence[Counts], models: Counts, total_bits: int) -> 
 
 
 def read_tables(
-    data: bytes, classes: Sequence[int], models: int, symbols: int, total_bits: int
+    data: Data, classes: Sequence[int], models: int, symbols: int, total_bits: int
 ) -> tuple[list[Counts], int]:
     """Tables of known sizes and `models` more, and the bytes they took; the data is untrusted and may go on."""
     width = size_bits(symbols)
@@ -114,7 +115,7 @@ def read_tables(
     return _add_first(values, sizes, total_bits), start + taken
 
 
-def _read_values(data: bytes, stored: Counts, total_bits: int) -> tuple[Counts, int]:
+def _read_values(data: Data, stored: Counts, total_bits: int) -> tuple[Counts, int]:
     """All stored frequencies, `stored` of each table, and the bytes they took."""
     count = int(stored.sum())
     if 8 * len(data) < count:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from factorpack.format.container import Reader
 from factorpack.record import Encoded
 
-LARGE_BYTES = 1 << 20
+LARGE_BYTES = 1 << 17
 """Streams below this are not worth a thread: waiting for the interpreter lock costs what a second core gains."""
 
 

@@ -9,6 +9,7 @@ from factorpack.errors import FormatError
 from factorpack.format.chunks import LENGTH
 from factorpack.format.classes import MAX_CLASSES
 from factorpack.format.frequency_tables import MAX_TOTAL_BITS, MIN_TOTAL_BITS
+from factorpack.format.symbols import Data
 
 _NARROW, _WIDE, _SPLIT = struct.Struct("<BbBBB"), struct.Struct("<BhHBB"), struct.Struct("<I")
 _WIDE_FLAG, _SPLIT_FLAG, _CHUNKED_FLAG, _TOTAL_MASK = 32, 64, 128, 31
@@ -43,7 +44,7 @@ def write_header(header: Header, models_per_class: int = 1) -> bytes:
     return data
 
 
-def read_header(data: bytes, models_per_class: int = 1) -> tuple[Header, int]:
+def read_header(data: Data, models_per_class: int = 1) -> tuple[Header, int]:
     """The header and its length."""
     flags = data[0] if data else 0
     layout = _WIDE if flags & _WIDE_FLAG else _NARROW
@@ -74,7 +75,7 @@ def read_header(data: bytes, models_per_class: int = 1) -> tuple[Header, int]:
 
 
 def _read_chunk_lengths(
-    data: bytes, classes: int, models_per_class: int
+    data: Data, classes: int, models_per_class: int
 ) -> tuple[tuple[tuple[int, int], ...], int]:
     """Which models' codes are in chunks and how long each is; and the bytes this took."""
     models, start = classes * models_per_class, 8 * models_per_class

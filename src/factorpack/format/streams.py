@@ -13,7 +13,7 @@ from factorpack.format import entropy, float_stream, trellis_stream
 from factorpack.format.bitpack import bit_string_bytes, pack, unpack
 from factorpack.format.chunks import FEWEST
 from factorpack.format.encode_workers import EncodeCodes, encode_codes
-from factorpack.format.symbols import Codes
+from factorpack.format.symbols import Codes, Data
 from factorpack.kinds import KINDS
 from factorpack.kinds.base import PartSpec
 from factorpack.quantize.mantissas import FLOAT_TYPES
@@ -98,12 +98,12 @@ def coded_bytes(encoded: Encoded) -> int:
     )
 
 
-def decode_part(codec: str, data: bytes, spec: PartSpec, states: int = 0) -> Tensor:
+def decode_part(codec: str, data: Data, spec: PartSpec, states: int = 0) -> Tensor:
     """The inverse of `encode_part`; the spec has been checked, the bytes may be anything."""
     if codec == RAW:
-        return _from_raw(data, spec)
+        return _from_raw(bytes(data), spec)
     if codec == FLOATS:
-        values = float_stream.decode(data, math.prod(spec.shape), FLOAT_TYPES[spec.dtype])
+        values = float_stream.decode(bytes(data), math.prod(spec.shape), FLOAT_TYPES[spec.dtype])
         return torch.from_numpy(values.view(np.uint8)).view(spec.dtype).reshape(spec.shape)
     rows, columns = spec.shape
     if codec == PACKED:

@@ -7,10 +7,14 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+Data = bytes | memoryview
+"""A stream or a piece of one. Pieces of a memoryview are no copies."""
 Codes = NDArray[np.signedinteger]
 Symbols = NDArray[np.unsignedinteger]
 SymbolType = type[np.uint8] | type[np.uint16]
 _Kind = TypeVar("_Kind", bound=np.integer[Any])
+_SLAB = 1 << 18
+"""Symbols that become codes at a time, so that they stay in a core's cache."""
 
 
 def to_symbols(codes: Codes) -> tuple[int, Codes, Symbols]:
@@ -34,11 +38,23 @@ def code_order(low: int, size: int) -> Codes:
 
 
 def codes_of(symbols: Symbols, order: Codes) -> Codes:
-    """The code of every symbol; ten times as fast from bytes to bytes, the usual case."""
-    if symbols.dtype.itemsize > 1 or order.dtype.itemsize > 1:
+    """The code of every symbol, all of which have one; in place, and ten times as fast, from bytes to bytes.
+
+    No step keeps the interpreter's lock, so that threads read several streams at a time.
+    """
+    low, high = int(order.min()), int(order.max())
+    if symbols.dtype.itemsize > 1 or order.dtype.itemsize > 1 or low > 0 or high < 0:
         return order.take(symbols)
-    table = order.tobytes().ljust(256, b"\0")
-    return np.frombuffer(symbols.tobytes().translate(table), np.int8)
+    paired, flat = min(-low, high), symbols.reshape(-1)
+    for start in range(0, len(flat), _SLAB):
+        own = flat[start : start + _SLAB]
+        is_alone = own > 2 * paired
+        alone = own - np.uint8(paired) if high > paired else np.uint8(paired) - own
+        sign = np.negative(own & np.uint8(1))
+        own >>= np.uint8(1)
+        own ^= sign
+        np.copyto(own, alone, where=is_alone)
+    return symbols.view(np.int8)
 
 
 def symbol_type(size: int) -> SymbolType:

@@ -49,6 +49,10 @@ class TensorSource:
             self._streams.keep(name, encoded, found)
         return found
 
+    def read(self, name: str) -> Encoded:
+        """One tensor, decoded if it is in a file."""
+        return self._tensors[name]
+
     def decoded(self, names: Sequence[str]) -> Iterable[tuple[str, Encoded]]:
         """Tensors in this order; those in a file are decoded ahead by threads."""
         if isinstance(self._tensors, Reader):

@@ -25,7 +25,7 @@ from factorpack.format.frequency_tables import Counts
 from factorpack.format.path_reader import Indices, Paths, by_model, models_of
 from factorpack.format.stream_header import Header, read_header, write_header
 from factorpack.format.stream_plan import Plan, best_plan, class_width, shortest
-from factorpack.format.symbols import Codes, Symbols, code_order, from_view, to_symbols, to_view
+from factorpack.format.symbols import Codes, Data, Symbols, code_order, from_view, to_symbols, to_view
 from factorpack.quantize.trellis import (
     Flags,
     indices_of,
@@ -120,9 +120,9 @@ def estimated_bytes(codes: Codes, states: int, split: int = 0) -> int:
     return len(write_header(header)) + _SEGMENT.size + int(coded) + 4
 
 
-def decode(data: bytes, rows: int, columns: int, states: int) -> Codes:
+def decode(data: Data, rows: int, columns: int, states: int) -> Codes:
     """The inverse of `encode`."""
-    if data[:1] == b"\0":
+    if bytes(data[:1]) == b"\0":
         return _decode_independent(data, rows, columns, states)
     header, start = read_header(data, models_per_class=2)
     counted = start + _COUNT.size * len(header.chunks)
@@ -162,7 +162,7 @@ def decode(data: bytes, rows: int, columns: int, states: int) -> Codes:
     return from_view(levels, header.split, rows)
 
 
-def _decode_independent(data: bytes, rows: int, columns: int, states: int) -> Codes:
+def _decode_independent(data: Data, rows: int, columns: int, states: int) -> Codes:
     """A stream that has all indices, whatever their quantizers."""
     if len(data) < _INDEPENDENT.size:
         raise FormatError(f"a path's stream of {len(data)} bytes has no header")

@@ -43,7 +43,7 @@ def from_pretrained(
     a unet, a vae): code in the folder never runs, and nothing is downloaded. `mode`, `example`, `slack` and
     `max_memory` are those of `packed.apply`; any mode but "dense" needs the tensor names of the model itself,
     as in a folder made from a model. In modes "packed", "coded" and "factored" the dense model is never in
-    memory.
+    memory. Weights that go to a GPU are decoded there.
 
     `dtype` is the type that the model computes in, its own where there is none. `device_map` is a device, or
     devices by the beginnings of names, as in transformers; "auto" is a GPU where there is one.
@@ -54,14 +54,16 @@ def from_pretrained(
     file = opened.packed_file
     if file is None and mode != "dense":
         raise PlanError(f"mode {mode!r} needs a packed folder, and {folder} is not one: use mode 'dense'")
-    if file is None or mode == "dense":
+    if file is None or (mode == "dense" and (opened.library != "transformers" or not is_packed(file))):
         return _open_model(opened, dtype, device_map)
     packed, places = load(file), Places(device_map)
     with opening(opened):
         check_fit(opened, packed.shapes(), packed.aliases)
         model = build_skeleton(opened, packed.shapes(), dtype)
-        _set_up(opened, model)
+        _set_up(opened, model, dtype)
     whole = Packed(packed.tensors, packed.aliases | _ties(model, packed))
+    if mode == "dense" and not _is_as_stored(model, packed.shapes(), whole):
+        return _open_model(opened, dtype, device_map)
     applied = whole.apply(model, mode, example, slack, max_memory, places.of)
     return places.settle(applied.model)
 
@@ -89,13 +91,23 @@ def _ties(model: nn.Module, packed: Packed) -> dict[str, str]:
     return ties
 
 
-def _set_up(folder: Folder, model: nn.Module) -> None:
+def _is_as_stored(model: nn.Module, shapes: Shapes, packed: Packed) -> bool:
+    """Whether a model's tensors are those of a file, so that nothing is left for transformers to arrange."""
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    stored = {name: shapes[packed.aliases.get(name, name)][1] for name in (*packed, *packed.aliases)}
+    kept_wide = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    return own == stored and not any(getattr(model, name, None) for name in kept_wide)
+
+
+def _set_up(folder: Folder, model: nn.Module, dtype: torch.dtype | None) -> None:
     """What transformers' `from_pretrained` does besides loading weights."""
     if folder.library == "transformers":
         settings = _generation_settings(folder)
         if settings is not None:
             model.generation_config = settings
         model.config.name_or_path = str(folder.path)  # type: ignore[union-attr]
+        if dtype is not None:
+            model.config.dtype = dtype
 
 
 def _generation_settings(folder: Folder) -> Any:

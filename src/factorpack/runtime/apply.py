@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor, nn
 
 from factorpack.errors import PlanError
 from factorpack.format.tensor_source import TensorSource
 from factorpack.kinds import KINDS
-from factorpack.record import Encoded, weight_of
+from factorpack.record import weight_of
+from factorpack.runtime.candidates import Candidate, Makers
 from factorpack.runtime.choose import choose
-from factorpack.runtime.coded_weight import CodedWeight
-from factorpack.runtime.factored import FACTORED, why_not_factored
 from factorpack.runtime.fill import Filler, Place, on_cpu
 from factorpack.runtime.forms import FormBytes, fit_forms, shrink
-from factorpack.runtime.packed_layers import PACKED, HeldWeight, PackedLayer, hold_packed
-from factorpack.runtime.packed_weight import PackedWeight, packed_bytes
+from factorpack.runtime.packed_layers import PACKED, hold_packed
+from factorpack.runtime.packed_weight import packed_bytes
 from factorpack.runtime.timing import time_layers
 
 Mode = Literal["dense", "packed", "coded", "factored", "auto"]
@@ -86,17 +82,6 @@ class Request:
             raise PlanError(f"max_memory is for modes 'packed' and 'auto', and the mode is {self.mode!r}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Candidate:
-    """A layer that could hold its weight packed, and the classes it could then have."""
-
-    name: str
-    layer: nn.Module
-    ways: Mapping[str, tuple[type[PackedLayer], HeldWeight]]
-    note: str
-    """Why it is not factored, where that was requested."""
-
-
 def apply(model: nn.Module, tensors: TensorSource, aliases: Mapping[str, str], request: Request) -> Applied:
     """Fills a model whose names and shapes fit `tensors`, and converts its layers as `request` says."""
     filler = Filler(model, request.place)
@@ -110,25 +95,24 @@ def apply(model: nn.Module, tensors: TensorSource, aliases: Mapping[str, str], r
         if KINDS[tensors.kind(target)].is_coded
     }
     forms = _forms(model, tensors, held, request, filler)
-    streamed = [name for name, form in forms.items() if form == "coded" and filler.like(name).is_cpu]
-    decoded = tensors.decoded([name for name in names if name not in set(streamed)])
-    makers = _Makers(tensors, filler, request)
-    packed = makers.ahead(decoded, {target: forms[target] for target, layers in held.items() if layers})
+    streamed = {name for name, form in forms.items() if form == "coded" and filler.like(name).is_cpu}
+    plain = {
+        target: own if request.mode == "auto" else [name for name in own if name not in held.get(target, {})]
+        for target, own in names.items()
+    }
+    makers = Makers(tensors, filler, request.mode, request.max_memory is not None, forms, plain)
+    made = makers.ahead([name for name in names if name not in streamed])
     candidates: list[Candidate] = []
     for target in names:
         layers = held.get(target, {})
         if target in streamed:
             candidates += makers.streamed(target, layers)
             continue
-        encoded, weight = next(packed)
+        encoded, weight = next(made)
         if weight is not None:
-            candidates += makers.packed(target, layers, encoded, weight, forms[target])
-        plain = (
-            names[target]
-            if request.mode == "auto"
-            else [name for name in names[target] if name not in layers]
-        )
-        filler.fill(plain, encoded)
+            candidates += makers.packed(target, layers, encoded, weight)
+        if encoded is not None:
+            filler.fill(plain[target], encoded)
     note = "" if request.mode == "dense" else "no layer of a class that can be packed holds it"
     others = (LayerReport(target, "dense", note) for target, layers in held.items() if not layers)
     return Applied(model, (*_settle(model, candidates, request), *others))
@@ -184,73 +168,6 @@ def _weight(layer: nn.Module) -> Tensor:
     weight = layer.weight
     assert isinstance(weight, Tensor)
     return weight
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Makers:
-    """What makes candidates: one per layer; tied layers share the codes."""
-
-    tensors: TensorSource
-    filler: Filler
-    request: Request
-
-    def streamed(self, target: str, layers: Mapping[str, nn.Module]) -> Iterator[Candidate]:
-        """Layers that hold their weight's own bytes."""
-        shared = CodedWeight(*self.tensors.stream(target), self.filler.like(target))
-        for name, layer in _unique(layers).items():
-            yield Candidate(name, layer, {"coded": (PACKED[type(layer)], shared)}, "")
-
-    def ahead(
-        self, decoded: Iterable[tuple[str, Encoded]], forms: Mapping[str, str]
-    ) -> Iterator[tuple[Encoded, PackedWeight | None]]:
-        """Every tensor with its packed weight, where it has a form: packed by threads, some in advance."""
-        if not forms:
-            yield from ((encoded, None) for _, encoded in decoded)
-            return
-        threads = torch.get_num_threads()
-        waiting: deque[tuple[Encoded, Future[PackedWeight] | None]] = deque()
-        with ThreadPoolExecutor(threads) as pool:
-            for target, encoded in decoded:
-                made = None
-                if target in forms:
-                    made = pool.submit(PackedWeight, encoded, self.filler.like(target), forms[target])
-                waiting.append((encoded, made))
-                if len(waiting) > threads:
-                    yield _done(*waiting.popleft())
-            while waiting:
-                yield _done(*waiting.popleft())
-
-    def packed(
-        self, target: str, layers: Mapping[str, nn.Module], encoded: Encoded, weight: PackedWeight, form: str
-    ) -> Iterator[Candidate]:
-        mode, like = self.request.mode, self.filler.like(target)
-        shared: dict[str, HeldWeight] = {form or "packed": weight}
-        if mode == "auto" and self.request.max_memory is not None:
-            shared["coded"] = (
-                CodedWeight(*self.tensors.stream(target), like)
-                if like.is_cpu
-                else PackedWeight(encoded, like, "coded")
-            )
-        for name, layer in _unique(layers).items():
-            ways: dict[str, tuple[type[PackedLayer], HeldWeight]] = {
-                way: (PACKED[type(layer)], weight) for way, weight in shared.items()
-            }
-            note = why_not_factored(layer, encoded) if mode in ("factored", "auto") else ""
-            if mode in ("factored", "auto") and not note:
-                ways["factored"] = FACTORED[type(layer)], shared["packed"]
-            yield Candidate(name, layer, ways, note)
-
-
-def _done(encoded: Encoded, made: Future[PackedWeight] | None) -> tuple[Encoded, PackedWeight | None]:
-    return encoded, None if made is None else made.result()
-
-
-def _unique(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Each layer once, under its first name."""
-    first: dict[nn.Module, str] = {}
-    for name, layer in layers.items():
-        first.setdefault(layer, name)
-    return {name: layer for layer, name in first.items()}
 
 
 def _settle(model: nn.Module, candidates: list[Candidate], request: Request) -> Iterator[LayerReport]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from factorpack.decoding import decode, decode_into
+from factorpack.decoding import decode, decode_into, rebuild, specs
 from factorpack.errors import SourceError
+from factorpack.kinds import KINDS
 from factorpack.record import Encoded
 
 Place = Callable[[str], torch.device]
@@ -49,17 +51,30 @@ class Filler:
                 elif target.device.type == "cpu" and target.is_contiguous():
                     decode_into(encoded, target)
                 else:
-                    target.copy_(decode(encoded))
+                    target.copy_(decode_on(target.device, encoded))
 
     def _make(self, name: str, target: Tensor, encoded: Encoded) -> None:
-        made = torch.empty(target.shape, dtype=target.dtype)
-        decode_into(encoded, made)
-        made = made.to(self._place(name))
+        device = self._place(name)
+        if device.type == "cpu":
+            made = torch.empty(target.shape, dtype=target.dtype)
+            decode_into(encoded, made)
+        else:
+            made = decode_on(device, encoded).to(target.dtype)
         if isinstance(target, nn.Parameter):
             made = nn.Parameter(made, target.requires_grad)
         for module, key in self._owners[id(target)]:
             held = module._parameters if key in module._parameters else module._buffers
             held[key] = made  # type: ignore[assignment]
+
+
+def decode_on(device: torch.device, encoded: Encoded) -> Tensor:
+    """The weight on a device: from its parts there, which are smaller, where no bit depends on the order of a sum."""
+    kind = KINDS[encoded.kind]
+    if device.type == "cpu" or kind.operations(encoded.shape, specs(encoded)):
+        return decode(encoded).to(device)
+    kind.check_indices(encoded)
+    parts = {name: part.to(device) for name, part in encoded.parts.items()}
+    return rebuild(replace(encoded, parts=parts)).contiguous()
 
 
 def _check_filled(model: nn.Module, targets: dict[str, Tensor]) -> None:

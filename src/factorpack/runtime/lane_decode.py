@@ -10,8 +10,9 @@ from torch import Tensor
 
 from factorpack.quantize.uniform import from_codes
 from factorpack.runtime import nvrtc
+from factorpack.runtime.lane_encode import FIRST_WORDS, GROUP
 from factorpack.runtime.lane_models import COUNT_BITS, FIELD_BITS, LIMIT, PAIR_BITS, entries_of
-from factorpack.runtime.lanes import FIRST_WORDS, GROUP, LaneLayout
+from factorpack.runtime.lanes import LaneLayout
 from factorpack.runtime.multiply import on_device, on_gpu, warn_once
 
 

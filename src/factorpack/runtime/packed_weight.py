@@ -44,7 +44,7 @@ from factorpack.runtime.lane_decode import (
     product_of,
     uses_lanes,
 )
-from factorpack.runtime.lanes import LaneLayout, fits_lanes, pack_lanes
+from factorpack.runtime.lanes import LaneLayout, extent, fits_lanes, pack_lanes
 from factorpack.runtime.multiply import on_gpu
 
 FEWEST_IN_LANES = 1024
@@ -78,7 +78,7 @@ class PackedWeight(nn.Module):
         self.rows_margin = 1.0 if form == "coded" else ROWS_MARGIN
         is_laned = form != "packed" and uses_lanes(like)
         for name, part in encoded.parts.items():
-            self.register_buffer(name, self._stored(name, part, is_laned).to(like.device))
+            self.register_buffer(name, self._stored(name, part.to(like.device), is_laned))
         self.scaled_lanes = self._scaled_lanes(encoded)
         self.has_product = (
             self.scaled_lanes in ("one", "column") and self.lanes["codes"].columns == self.shape[0]
@@ -102,24 +102,27 @@ class PackedWeight(nn.Module):
             return part.contiguous().view(torch.uint8)
         is_transposed, _, width = self._memory_shape(name)
         codes = part.T if is_transposed else part
+        if is_laned and part.numel() >= FEWEST_IN_LANES and fits_lanes(*extent(part)):
+            by_input = self._is_by_input(name)
+            outputs = self.layout.outputs if part.numel() % self.layout.outputs == 0 else 1
+            columns = outputs if by_input else part.numel() // outputs
+            numbers = (codes.T if by_input else codes).contiguous()
+            stored, layout = pack_lanes(numbers, columns, width if is_transposed else 1, free=not by_input)
+            margin = self.rows_margin if name in self.in_rows else 1.0
+            if margin * stored.numel() < self._fixed_bytes(name):
+                self.lanes[name] = layout
+                self.in_rows.pop(name, None)
+                return stored
         if name in self.in_rows:
-            fixed, margin = pack_rows(codes.reshape(self.in_rows[name]), self.bits[name]), self.rows_margin
-        else:
-            fixed, margin = pack_codes(codes, self.bits[name]), 1.0
-        if not is_laned or part.numel() < FEWEST_IN_LANES:
-            return fixed
-        if not fits_lanes(int(part.min()), int(part.max())):
-            return fixed
-        by_input = self._is_by_input(name)
-        outputs = self.layout.outputs if part.numel() % self.layout.outputs == 0 else 1
-        columns = outputs if by_input else part.numel() // outputs
-        numbers = (codes.T if by_input else codes).contiguous().cpu().numpy()
-        stored, layout = pack_lanes(numbers, columns, width if is_transposed else 1, free=not by_input)
-        if margin * stored.numel() >= fixed.numel():
-            return fixed
-        self.lanes[name] = layout
-        self.in_rows.pop(name, None)
-        return stored
+            return pack_rows(codes.reshape(self.in_rows[name]), self.bits[name])
+        return pack_codes(codes, self.bits[name])
+
+    def _fixed_bytes(self, name: str) -> int:
+        """What codes take at a fixed width."""
+        if name not in self.in_rows:
+            return bit_plane_bytes(math.prod(self.part_shapes[name]), self.bits[name])
+        rows, columns = self.in_rows[name]
+        return rows * row_bytes(columns, self.bits[name])
 
     def _is_by_input(self, name: str) -> bool:
         """Whether lanes have a row of codes per input and not per output: a product then needs no sum of lanes."""
