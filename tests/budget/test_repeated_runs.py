@@ -35,7 +35,7 @@ def numbers_in(value: Any) -> Iterator[float]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from numbers_in(each)
-    else:
+    elif value is not None:
         yield float(value)
 
 

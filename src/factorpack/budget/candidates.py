@@ -158,8 +158,10 @@ def choose_methods(weights: Sequence[Weight], planner: Planner, bits: float) -> 
     """For each weight the basis with the least loss + slope * bytes near `bits` per weight, C counted; then
     trellis or not. The methods' steps mean nothing yet.
     """
-    plain = planner.method()
-    ways = [[replace(plain, tile=tile) for tile in _tiles(each, planner.basis)] for each in weights]
+    ways = [
+        [planner.method(tile=tile, price=_price(each)) for tile in _tiles(each, planner.basis)]
+        for each in weights
+    ]
     prepare_together(weights, ways)
     best = _cheapest(weights, ways, bits)
     for weight, method in zip(weights, best, strict=True):
@@ -226,6 +228,7 @@ def curves_of(weights: Sequence[Weight], methods: Sequence[SecondOrder], bits: f
             method.tile,
             step_at_unit_slope(each.weight, method),
             method.trellis,
+            _price(each.weight),
         )
         for each, method, measured in zip(tries, methods, measure_steps(tries), strict=True)
     ]
@@ -254,6 +257,14 @@ def step_at_unit_slope(weight: Weight, method: SecondOrder) -> float:
     if weight.sensitivity is None:
         return max(problem.rms, 1e-30) * sqrt(problem.latent.numel() / _share_of_noise(weight))
     return 1.0 / sqrt(max(weight.sensitivity * problem.mean_importance, 1e-30))
+
+
+def _price(weight: Weight) -> float | None:
+    """What a bit is worth in rounding: nothing in tables of words, None elsewhere.
+
+    Their rows have steps by the root of what their words matter: a price for all is too high for common ones.
+    """
+    return None if weight.row_weights is None else 0.0
 
 
 def _tiles(weight: Weight, with_basis: bool) -> list[int]:

@@ -27,6 +27,8 @@ class Curve:
     """Steps of equal slope across weights are this times one number for the whole model."""
     trellis: int = 0
     """States of the trellis its codes follow; steps are those of plain codes with equal error."""
+    price: float | None = None
+    """What a bit is worth in rounding, in squared steps; None: what the planner says."""
 
     def bytes_at(self, step: float) -> float:
         """Interpolated. Below the finest step, halving it costs one bit per weight."""

@@ -92,7 +92,7 @@ def measure_curves(
                     bar.advance(name, planning_work(curve.numel, calibrated))
     # Along a trellis, codes of the same error take longer to find.
     methods = {
-        name: knowledge.planner.method(tile=curve.tile)
+        name: knowledge.planner.method(tile=curve.tile, price=curve.price)
         for name, curve in curves.items()
         if name in knowledge.sensitivity
     }

@@ -93,11 +93,12 @@ def _pass(
     steps = allocate(curves, aim)
     planned = {name: curves[name].bytes_at(steps[name]) for name in coder.order}
     methods = {
-        name: planner.method(steps[name], curves[name].tile, curves[name].trellis) for name in coder.order
+        name: planner.method(steps[name], curves[name].tile, curves[name].trellis, curves[name].price)
+        for name in coder.order
     }
     closer = _closer(planned, coder.order)
     coder.encode(methods, planned, aim, closer)
-    gap = GapSearch(coder.numel(closer), coder.step_of(closer), planner.price)
+    gap = GapSearch(coder.numel(closer), coder.step_of(closer), methods[closer].price)
     for _ in range(CLOSING_TRIES):
         size, tensors = coder.measure()
         best.offer(max_bytes, size, tensors)

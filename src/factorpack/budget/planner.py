@@ -87,12 +87,17 @@ class Planner:
                 "expected at least 1, at least 0, above 0, and above 0"
             )
 
-    def method(self, step: float = 1.0, tile: int = 1, trellis: int = 0) -> SecondOrder:
-        """The method of a weight at a step, in the basis of a tile (1: none), along a trellis (0: none)."""
+    def method(
+        self, step: float = 1.0, tile: int = 1, trellis: int = 0, price: float | None = None
+    ) -> SecondOrder:
+        """The method of a weight at a step, in the basis of a tile (1: none), along a trellis (0: none).
+
+        Without a `price` of its own, a bit is worth the planner's.
+        """
         return SecondOrder(
             step,
             tile=tile,
-            price=self.price,
+            price=self.price if price is None else price,
             damping=self.damping,
             trellis=trellis,
             try_plain=False,
