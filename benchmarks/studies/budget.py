@@ -159,9 +159,7 @@ def tabulate_headline() -> str:
                 ", ".join(f"{row['top1']:.1f}" for row in found),
             ]
         )
-    note = (
-        "1,000 unlabelled images and their mirrored copies, no training; top-1 on 2,000 validation images.\n"
-    )
+    note = "1,000 unlabelled images, no training; top-1 on 2,000 validation images.\n"
     table = format_table(["model", "times smaller, bytes on disk", "top-1"], rows)
     return f"{table}\n{note}{format_source(*documents.values())}"
 
@@ -182,7 +180,7 @@ def tabulate_planners(study: str, case: str, first: str, places: tuple[int, int]
 
 
 def tabulate_cores() -> str:
-    """Both models at each ratio, from images and their mirrored copies."""
+    """Both models at each ratio."""
     documents = {model: load_result("budget", f"{model}-cores") for model in MODELS}
     rows = [
         [

@@ -330,6 +330,6 @@ def _normalized(counts: Counts, total: int) -> Counts:
         free = slots > 1 if extra > 0 else counts > 0
         other = np.maximum(slots - np.sign(extra), 1)
         loss = np.where(free, counts * np.log2(np.maximum(slots, 1) / other), np.inf)
-        moved = min(max(abs(extra) // 4, 1), int(free.sum()))
+        moved = min((abs(extra) + 1) // 2, int(free.sum()))
         slots[np.argsort(loss, kind="stable")[:moved]] -= np.sign(extra)
     return slots
