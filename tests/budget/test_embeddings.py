@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import factorpack as fp
+from factorpack.budget import candidates
 from factorpack.budget.embeddings import RARE, embedding_moments, word_information, word_weights
 from factorpack.budget.sensitivity import Information, measure_information
 from factorpack.calibration.calibrate import calibrate
 from factorpack.decoding import decode
+from factorpack.solve.layer_problem import LayerProblem
 from tests.helpers import assert_close, seeded
 
 
@@ -152,3 +154,28 @@ def test_common_words_are_kept_better_than_rare_ones(tied: bool) -> None:
         lost.append(float((before.exp() * (before - after)).sum(-1).mean()))
     assert rare[0] > 2 * rare[1]
     assert lost[0] < lost[1]
+
+
+def test_bits_have_no_price_in_tables_of_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where steps are tried nor in what is coded; elsewhere they have the planner's."""
+    prices: dict[int, set[float]] = {}
+    alone, together = LayerProblem.round, candidates.round_many
+
+    def round_alone(
+        problem: LayerProblem, steps: Tensor, price: float, trellis: int
+    ) -> tuple[Tensor, Tensor]:
+        prices.setdefault(problem.latent.shape[1], set()).add(price)
+        return alone(problem, steps, price, trellis)
+
+    def round_many(
+        problems: list[LayerProblem], steps: Tensor, price: float, trellis: int
+    ) -> tuple[Tensor, Tensor]:
+        prices.setdefault(problems[0].latent.shape[1], set()).add(price)
+        return together(problems, steps, price, trellis)
+
+    monkeypatch.setattr(LayerProblem, "round", round_alone)
+    monkeypatch.setattr(candidates, "round_many", round_many)
+    model = Reader(tied=True, width=64, biased=True).eval()
+    model.head.bias.data[100:] -= 8.0  # words that are hardly ever predicted
+    fp.compress(model, ratio=8, calibration=[{"input_ids": tokens()}], progress=False)
+    assert prices == {200: {0.0}, 64: {fp.Planner().price}}
