@@ -36,6 +36,8 @@ _INDEXES = (
 _SINGLES = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
 """Names of the weights in transformers and diffusers folders."""
 LARGEST_CONFIG = 1 << 24
+LONGEST_NAME = 255
+"""Bytes of a file's name that file systems allow."""
 HEAD_BYTES = 1 << 20
 LARGEST_EXPANSION = 4
 """How many times the bytes of a torch file its tensors may have: some share their values."""
@@ -338,5 +340,10 @@ def _open_index(path: Path) -> Source:
 
 
 def _is_shard(name: object) -> bool:
-    """Only a plain file name: no folder, no `..`, no other index that could name this one."""
-    return isinstance(name, str) and Path(name).name == name and Path(name).suffix in SHARDS
+    """Only a plain file name, and no other index that could name this one."""
+    return isinstance(name, str) and is_file_name(name) and Path(name).suffix in SHARDS
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a file beside another can have this name: no folder, no `..`, no longer than systems allow."""
+    return Path(name).name == name and len(name.encode(errors="replace")) <= LONGEST_NAME

@@ -55,6 +55,7 @@ def test_a_good_one(tmp_path: Path) -> None:
         ({"a.weight": "gone.safetensors"}, "no file or folder"),
         ({"a.weight": "b.safetensors"}, "in no shard"),
         ({"a.weight": 3}, "beside the index"),
+        ({"a.weight": "a" * 300 + ".safetensors"}, "beside the index"),
         ([], "weight_map"),
     ],
 )
@@ -124,7 +125,7 @@ def test_a_class_that_is_no_model_of_transformers(tmp_path: Path, transformers: 
         fp.hub.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("name", ["../outside.safetensors", "gone.safetensors", 3, None])
+@pytest.mark.parametrize("name", ["../outside.safetensors", "gone.safetensors", "a" * 300, 3, None])
 def test_a_packed_file_that_is_not_in_the_folder(tmp_path: Path, name: Any) -> None:
     (tmp_path / "outside.safetensors").write_bytes(b"")
     stated = {"quant_method": "factorpack", "file": name}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from factorpack.errors import SourceError
-from factorpack.source import check_inside, read_config
+from factorpack.source import check_inside, is_file_name, read_config
 
 CONFIG, PACKED_FILE, CARD = "config.json", "model.packed.safetensors", "README.md"
 QUANTIZATION, METHOD = "quantization_config", "factorpack"
@@ -49,7 +49,7 @@ class Folder:
         if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
             return None
         name = quantization.get("file")
-        if not isinstance(name, str) or Path(name).name != name or not (self.path / name).is_file():
+        if not isinstance(name, str) or not is_file_name(name) or not (self.path / name).is_file():
             raise SourceError(f"{self.path / CONFIG} names the packed file {name!r}, expected one beside it")
         check_inside(self.path, self.path / name)
         return self.path / name
