@@ -78,7 +78,7 @@ def _batches(images: Tensor) -> list[Tensor]:
 def _texts(net: nn.Module, samples: int, seed: int) -> tuple[list[Any], list[Any]]:
     """Texts that the model writes: to calibrate with, and others to measure on."""
     calibration = make_batches(net, Synthetic(length=LENGTH, seed=seed), samples, progress=False)
-    held = sampled_tokens(net, HELD_TEXTS, LENGTH, HELD_SEED).to(device())
+    held = sampled_tokens(net, HELD_TEXTS, LENGTH, HELD_SEED)
     return calibration, [{"input_ids": each} for each in held.split(8)]
 
 

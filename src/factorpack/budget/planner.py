@@ -63,7 +63,8 @@ class Planner:
     norm_bits: int | None = None
     """Bits of mantissa of norms and biases, 1 to 10. None: as many as the size makes worth their bytes. 0: FP16."""
     price: float = 0.08
-    """What a bit is worth, in squared steps: less than theory's ln 2 / 6, chosen on training images."""
+    """What a bit is worth, in squared steps: less than theory's ln 2 / 6, chosen on training images. In tables of
+    words whose rows have steps of their own it is worth nothing."""
     damping: float = 0.1
     """Added to the diagonal of the inputs' second moments, as a share of its mean."""
     ridge: float = 1.0

@@ -141,11 +141,9 @@ class LayerProblem:
 
     def _with_feedback_noise(self, unit: Tensor) -> Tensor:
         """Adds the expected feedback to values (steps, rows, K), in units of the trellis step."""
-        return (
-            unit
-            if self.factor is None
-            else unit + feedback_noise(self.factor, self.latent.shape).flatten(0, 1)
-        )
+        if self.factor is None:
+            return unit
+        return unit + feedback_noise(self.factor, self.latent.shape).flatten(0, 1)
 
 
 def feedback_noise(factor: Tensor, shape: torch.Size) -> Tensor:
